@@ -1,0 +1,329 @@
+"""Settings: defaults, then the file, then the environment, then flags; the later one wins.
+
+Every key has one dotted name (``criu.ghost_limit_bytes``), one environment variable
+(``HIBERNODE_CRIU_GHOST_LIMIT_BYTES``) and one flag (``--set criu.ghost_limit_bytes=1GiB``). A key that is
+not known is an error wherever it stands. Where it came from is kept for ``hibernode config show``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from hibernode.errors import UsageError
+from hibernode.workload import ERA_A1
+
+ENV_PREFIX: Final = "HIBERNODE_"
+CONFIG_ENV: Final = "HIBERNODE_CONFIG"
+FAULT_ENV: Final = "HIBERNODE_FAULT"
+"""Names a fault point, see :mod:`hibernode.faults`; not a setting."""
+
+RESERVED_ENV: Final = frozenset({CONFIG_ENV, FAULT_ENV})
+DEFAULT_FILE: Final = Path("/etc/hibernode/config.yaml")
+
+ERA_ENV: Final[Mapping[str, str]] = {
+    "NODE_NAME": "node_name",
+    "CHECKPOINT_DIR": "store.path",
+    "CRIU_GHOST_LIMIT": "criu.ghost_limit_bytes",
+    "CRIU_TIMEOUT": "checkpoint.deadline_seconds",
+    "SNAPSHOT_LOG_LEVEL": "log.level",
+}
+"""Names that the eras' own charts set on the agent; weaker than ``HIBERNODE_*``."""
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?")
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
+
+
+def parse_size(value: object) -> object:
+    """Turn ``"512MiB"``, ``"1.5 GB"`` or a number into bytes."""
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            raise ValueError("not a size; write 512MiB, 10GB or a number of bytes")
+        number, unit, binary = match.groups()
+        base = 1024 if binary else 1000
+        return int(float(number) * base ** " kMGT".index({"": " ", "K": "k"}.get(unit, unit)))
+    return value
+
+
+def parse_seconds(value: object) -> object:
+    """Turn ``"90s"``, ``"15m"``, ``"7d"`` or a number into seconds."""
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value.strip())
+        if match is None:
+            raise ValueError("not a duration; write 250ms, 90s, 15m, 6h, 7d or a number of seconds")
+        return float(match.group(1)) * _SECONDS[match.group(2)]
+    return value
+
+
+def _absolute(value: object) -> object:
+    if isinstance(value, (str, Path)) and not Path(value).is_absolute():
+        raise ValueError("must be an absolute path")
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0, allow_inf_nan=False)]
+AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class StoreSettings(_Section):
+    """Where checkpoints live."""
+
+    path: AbsolutePath = Field(Path(ERA_A1.checkpoint_base), description="directory that holds the artifacts")
+    min_free_bytes: Bytes = Field(
+        1 << 30, description="a dump is refused when less than this would stay free after it"
+    )
+    workers: int = Field(0, ge=0, le=64, description="threads that hash files; 0 is one a core, at most 8")
+
+
+class SignalSettings(_Section):
+    """The signal directory."""
+
+    path: AbsolutePath = Field(Path(ERA_A1.signal_dir), description="the hostPath shared with the workers")
+    watch: Literal["auto", "inotify", "poll"] = Field(
+        "auto", description="auto polls where inotify cannot work"
+    )
+    rescan_seconds: Seconds = Field(10.0, gt=0, description="full look at the directory, events or not")
+    poll_seconds: Seconds = Field(0.25, gt=0, description="period where inotify cannot work")
+    max_file_bytes: int = Field(65536, ge=256, description="a request file larger than this is refused")
+
+
+class CriuSettings(_Section):
+    """How CRIU is run."""
+
+    binary: str = Field(
+        "", description="absolute path of criu; empty: the one that make setup installed, else PATH"
+    )
+    log_level: int = Field(4, ge=0, le=4, description="CRIU's -v")
+    freeze_timeout_seconds: Seconds = Field(
+        60.0, description="CRIU's --timeout, which covers freezing; 10 s is its own default"
+    )
+    ghost_limit_bytes: Bytes = Field(512 << 20, description="largest deleted file kept in the image")
+    tcp: Literal["auto", "established", "close"] = Field(
+        "auto", description="auto keeps connections when both ends are in the tree, else closes them"
+    )
+    file_locks: bool = Field(True, description="dump file locks")
+    link_remap: bool = Field(True, description="dump files that lost their name but have another")
+
+
+class CheckpointSettings(_Section):
+    """The dump pipeline."""
+
+    deadline_seconds: Seconds = Field(3600.0, gt=0, description="the whole pipeline, from trigger to answer")
+    attempts: int = Field(3, ge=1, le=100, description="dumps that may fail before an id is left alone")
+    attempts_window_seconds: Seconds = Field(
+        3600.0, description="failed attempts older than this are forgotten"
+    )
+    concurrency: int = Field(1, ge=1, le=16, description="dumps at one time")
+    queue_limit: int = Field(1000, ge=1, description="requests held in memory; the rest wait as files")
+    leave: Literal["running", "stopped", "killed"] = Field(
+        "running", description="the worker's state after a dump"
+    )
+
+
+class RestoreSettings(_Section):
+    """The restore pipeline."""
+
+    deadline_seconds: Seconds = Field(600.0, gt=0, description="from request to a running worker")
+    verify: Literal["sizes", "digests"] = Field("sizes", description="what is checked before CRIU runs")
+    strict: bool = Field(False, description="a compatibility fact that cannot be compared refuses")
+    read_ahead: bool = Field(True, description="read the images ahead of CRIU when they are not in memory")
+
+
+class GcSettings(_Section):
+    """Retention. Zero turns a rule off; pinned artifacts are never removed."""
+
+    interval_seconds: Seconds = Field(3600.0, description="period of the agent's own gc; 0: never")
+    keep_per_id: int = Field(2, ge=0, description="whole artifacts kept for each id, the newest first")
+    max_age_seconds: Seconds = Field(0.0, description="remove artifacts older than this")
+    max_total_bytes: Bytes = Field(0, description="remove the oldest until the store is this small")
+    min_free_bytes: Bytes = Field(0, description="remove the oldest until this much is free")
+
+
+class ServerSettings(_Section):
+    """Health and metrics."""
+
+    listen: str = Field("127.0.0.1:9465", pattern=r"^[\w.:\[\]-]*:\d{1,5}$", description="address:port")
+    socket: AbsolutePath = Field(
+        Path("/run/hibernode/agent.sock"), description="JSON for the debugging commands, root only"
+    )
+
+
+class LogSettings(_Section):
+    """What the agent prints."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line shown")
+    format: Literal["text", "json"] = Field("text", description="text for people, json for collectors")
+
+
+class Settings(_Section):
+    """All settings; see ``hibernode config show``."""
+
+    node_name: str = Field("", description="this node's name; empty: the host's name")
+    state_dir: AbsolutePath = Field(
+        Path("/var/lib/hibernode"), description="attempts, restores, events: what outlives the agent"
+    )
+    store: StoreSettings = StoreSettings()
+    signals: SignalSettings = SignalSettings()
+    criu: CriuSettings = CriuSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    restore: RestoreSettings = RestoreSettings()
+    gc: GcSettings = GcSettings()
+    server: ServerSettings = ServerSettings()
+    log: LogSettings = LogSettings()
+
+    @property
+    def node(self) -> str:
+        """The node's name, never empty."""
+        return self.node_name or os.uname().nodename
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One key: its value and where it came from (``default``, ``file PATH``, ``env NAME``, ``flag``)."""
+
+    key: str
+    value: object
+    source: str
+    description: str
+    env: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The effective settings and the source of each key that is not a default."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+    def options(self) -> Iterator[Option]:
+        """Yield every key in the order of the models."""
+        for key, field, value in _walk(self.settings):
+            yield Option(key, value, self.sources.get(key, "default"), field.description or "", env_name(key))
+
+
+def _walk(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _walk(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field, value
+
+
+KEYS: Final = tuple(key for key, _, _ in _walk(Settings()))
+
+
+def env_name(key: str) -> str:
+    """Name the environment variable of a dotted key."""
+    return ENV_PREFIX + key.replace(".", "_").upper()
+
+
+def _flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _unknown(key: str, where: str) -> UsageError:
+    import difflib  # noqa: PLC0415 - only for this sentence
+
+    near = difflib.get_close_matches(key, KEYS, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return UsageError(
+        f"{where}: {key} is not a setting", remedy=f"{hint}'hibernode config show' lists all keys"
+    )
+
+
+def _read_file(path: Path, *, required: bool) -> dict[str, Any]:
+    import yaml  # noqa: PLC0415 - commands that need no file start without it
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            raise UsageError(f"{path}: no such settings file") from None
+        return {}
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the settings: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise UsageError(f"{path}: settings must be a mapping of names")
+    return dict(_flatten(data))
+
+
+def _from_env(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    by_name = {env_name(key): key for key in KEYS}
+    for name, key in ERA_ENV.items():
+        if environ.get(name):
+            yield key, environ[name], f"env {name}"
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV:
+            continue
+        if name not in by_name:
+            raise _unknown(name, "environment")
+        yield by_name[name], value, f"env {name}"
+
+
+def load(
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Sequence[tuple[str, str]] = (),
+) -> Loaded:
+    """Gather the settings.
+
+    ``file``: a settings file that must exist; without it ``HIBERNODE_CONFIG``, else
+    /etc/hibernode/config.yaml if that exists. ``flags``: (key, text) pairs, the strongest.
+
+    :raises UsageError: unknown key, or a value that its key cannot take; key and source are named.
+    """
+    environ = os.environ if environ is None else environ
+    named = file or (Path(environ[CONFIG_ENV]) if environ.get(CONFIG_ENV) else None)
+    path = named or DEFAULT_FILE
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def put(key: str, value: Any, source: str) -> None:
+        if key not in KEYS:
+            raise _unknown(key, source)
+        values[key], sources[key] = value, source
+
+    for key, value in _read_file(path, required=named is not None).items():
+        put(key, value, f"file {path}")
+    for key, value, source in _from_env(environ):
+        put(key, value, source)
+    for key, value in flags:
+        put(key, value, "flag")
+
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    try:
+        settings = Settings.model_validate(nested)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+        raise UsageError(
+            f"{key} = {values.get(key)!r} ({sources.get(key, 'default')}): {first['msg']}",
+            remedy=f"'hibernode config show' tells what {key} is for",
+        ) from error
+    return Loaded(settings, sources)
