@@ -1,0 +1,1 @@
+"""Artifacts on disk: the manifest, digests, the store and its retention."""

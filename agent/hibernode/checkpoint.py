@@ -1,0 +1,432 @@
+"""The checkpoint pipeline: one function a step, a journal between them.
+
+trigger → locate → preflight → quiesce GPU → dump → rootfs diff → seal → publish → announce
+
+Whatever happens after the trigger ends in *announce* too, with ``success: false`` and the reason, and
+with the worker as it was before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from hibernode import seal
+from hibernode.artifact.manifest import Manifest
+from hibernode.artifact.layout import ARTIFACT, Artifact
+from hibernode.artifact.staging import Staging
+from hibernode.artifact.store import Store
+from hibernode.config import Settings
+from hibernode.criu import diagnose, options
+from hibernode.criu.runner import Criu, CriuResult, find_criu, run_criu
+from hibernode.discovery.locate import Contract
+from hibernode.discovery.signals import SignalDir, done_payload
+from hibernode.errors import (
+    BusyError,
+    CriuError,
+    DeadlineError,
+    HibernodeError,
+    IntegrityError,
+    NotFoundError,
+    RefusedError,
+)
+from hibernode.host.procfs import Process
+from hibernode.journal import Journal, Step
+from hibernode.outcome import as_ours, criu_failed
+from hibernode.preflight import Preflight, preflight, refuse
+from hibernode.state import StateDir
+from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
+from hibernode.worker import WorkerState, note_states, settle, worker_state
+
+log = logging.getLogger("hibernode.checkpoint")
+
+DUMP_LOG: Final = "dump.log"
+
+
+class Trigger(StrEnum):
+    """What said that the worker may be frozen now."""
+
+    SIGNAL = "signal"
+    READY_FILE = "ready-file"
+    COMMAND = "command"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One checkpoint to make. ``process`` is held by its pidfd and stays the caller's to close."""
+
+    id: CheckpointId
+    process: Process
+    contract: Contract
+    trigger: Trigger
+    replace: bool = False
+    announce: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a checkpoint ended. ``phases`` are seconds by name, ``path`` the artifact's."""
+
+    id: CheckpointId
+    success: bool
+    reason: str = ""
+    message: str = ""
+    remedy: str = ""
+    exit_code: int = 0
+    path: str = ""
+    reused: bool = False
+    bytes: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    step: str = ""
+    answered: bool = True
+
+
+@dataclass(slots=True)
+class Work:
+    """What the steps hand on to each other."""
+
+    request: Request
+    staging: Staging
+    journal: Journal
+    before: dict[ProcessKey, WorkerState]
+    preflight: Preflight | None = None
+    criu: Criu | None = None
+    argv: tuple[str, ...] = ()
+    seen: seal.Description | None = None
+    manifest: Manifest | None = None
+
+    @property
+    def final_path(self) -> Path:
+        """Where the artifact is once it is published: the staging lies two levels below the store."""
+        return self.staging.path.parent.parent / self.request.id
+
+
+Notify = Callable[[CheckpointId, Step], None]
+
+
+class Checkpointer:
+    """Makes checkpoints for the agent and for the command line alike."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        state: StateDir,
+        signals: SignalDir | None,
+        notify: Notify | None = None,
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.state = state
+        self.signals = signals
+        self._notify = notify or (lambda _id, _step: None)
+        self._steps: dict[Step, Callable[[Work], Awaitable[None]]] = {
+            Step.LOCATE: self._locate,
+            Step.PREFLIGHT: self._preflight,
+            Step.QUIESCE_GPU: self._quiesce_gpu,
+            Step.DUMP: self._dump,
+            Step.ROOTFS: self._rootfs,
+            Step.SEAL: self._seal,
+            Step.PUBLISH: self._publish,
+        }
+
+    async def run(self, request: Request) -> Outcome:
+        """Make one checkpoint and answer for it. Raises nothing but cancellation.
+
+        A cancelled run undoes itself and answers nothing: the request is still on disk, and the next
+        agent takes it up.
+        """
+        started = time.perf_counter()
+        try:
+            with self.store.lock(request.id):
+                present = self._whole(request.id)
+                if present is None or request.replace:
+                    return await self._make(request, started)
+                outcome = _present(request, present)
+        except BusyError as error:
+            return _failed(request, error, seconds=time.perf_counter() - started, answered=False)
+        except Exception as error:
+            if not isinstance(error, (HibernodeError, OSError)):
+                log.exception("%s: unexpected failure", request.id)
+            outcome = _failed(request, as_ours(error), seconds=time.perf_counter() - started)
+        return self.announce(request, outcome)
+
+    async def _make(self, request: Request, started: float) -> Outcome:
+        if request.trigger is not Trigger.COMMAND:
+            self._check_attempts(request.id)
+        with self.store.stage(request.id, min_free_bytes=self.settings.store.min_free_bytes) as staging:
+            before = worker_state(request.process.pid)
+            facts = {**_journal_facts(request, staging), **note_states(before)}
+            work = Work(request, staging, Journal(staging.dir, "checkpoint", facts), before)
+            self.state.attempt_begins(request.id)
+            try:
+                await self._run_steps(work)
+            except BaseException as error:  # noqa: BLE001 - cancelled or failed, the worker is put back first
+                outcome = await self._undo(work, error)
+                if outcome is None:
+                    self.store.discard(staging)
+                    raise
+            else:
+                self.state.attempts_clear(request.id)
+                outcome = _captured(work)
+            outcome = dataclasses.replace(
+                outcome, seconds=time.perf_counter() - started, phases=dict(work.journal.phases)
+            )
+            # A full or vanished disk must not keep the answer from the worker.
+            with contextlib.suppress(OSError):
+                error_text = "" if outcome.success else _sentence(outcome)
+                work.journal.note(success=outcome.success, error=error_text)
+                await work.journal.begin(Step.ANNOUNCE)
+            outcome = self.announce(request, outcome)
+            with contextlib.suppress(OSError):
+                self.store.discard(staging)
+        return outcome
+
+    async def _run_steps(self, work: Work) -> None:
+        deadline = self.settings.checkpoint.deadline_seconds
+        try:
+            async with asyncio.timeout(deadline):
+                for step in self._steps:
+                    self._notify(work.request.id, step)
+                    await work.journal.begin(step)
+                    with work.journal.timed(step.value):
+                        await self._steps[step](work)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the checkpoint did not end within {deadline:g} s; it was in the step {work.journal.step}",
+                remedy="raise checkpoint.deadline_seconds, or look at the log for what it waited for",
+                step=str(work.journal.step),
+            ) from None
+
+    # the steps ----------------------------------------------------------------------------------------
+
+    async def _locate(self, work: Work) -> None:
+        """The process is held by its pidfd; here only that it is still there."""
+        if not work.request.process.alive():
+            raise RefusedError(
+                f"pid {work.request.process.pid} ended before it could be dumped",
+                remedy="the worker must stay alive until it reads the signal file",
+                reason="WorkerGone",
+                pid=work.request.process.pid,
+            )
+
+    async def _preflight(self, work: Work) -> None:
+        work.criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
+        work.preflight = await asyncio.to_thread(
+            preflight, work.request.process, self.settings, work.criu, self.store.path
+        )
+        refuse(work.preflight.findings)
+        work.seen = await asyncio.to_thread(seal.describe, work.request.process, work.preflight)
+
+    async def _quiesce_gpu(self, work: Work) -> None:
+        """Where the GPU's processes are locked and checkpointed; no GPU is driven yet."""
+
+    async def _dump(self, work: Work) -> None:
+        assert work.criu is not None
+        assert work.preflight is not None
+        args = options.dump_args(
+            work.request.process.pid,
+            work.staging.images,
+            dump_options(self.settings, work.preflight),
+            work_dir=work.staging.artifact_path,
+        )
+        with work.journal.timed("criu"):
+            result = await run_criu(
+                work.criu,
+                args,
+                work_dir=work.staging.path,
+                deadline=self.settings.checkpoint.deadline_seconds,
+                marker=work.staging.uuid,
+            )
+        work.argv = result.argv
+        if result.returncode != 0 or result.timed_out:
+            raise self._dump_failed(work, result)
+
+    def _dump_failed(self, work: Work, result: CriuResult) -> CriuError:
+        path = work.staging.artifact_path / DUMP_LOG
+        text = diagnose.read_log(path) if path.exists() else ""
+        kept = self.state.keep_log(work.request.id, "dump", (text or result.output).encode(errors="replace"))
+        return criu_failed(
+            text or result.output,
+            operation="dump",
+            returncode=result.returncode,
+            timed_out=result.timed_out,
+            deadline=self.settings.checkpoint.deadline_seconds,
+            log=str(kept),
+        )
+
+    async def _rootfs(self, work: Work) -> None:
+        """Where a container's upper layer is saved; a process on the host has none."""
+
+    async def _seal(self, work: Work) -> None:
+        assert work.criu is not None
+        assert work.preflight is not None
+        assert work.seen is not None
+        done = done_payload(
+            work.request.id, checkpoint_path=str(self.store.path / work.request.id), success=True
+        )
+        with work.staging.artifact() as artifact:
+            artifact.write_atomic(ERA_A1.done_in_artifact, done, 0o600, sync=False)
+        files = await seal.finish_images(work.staging, self.settings, work.journal)
+        # The seal's own time is not over when the manifest is written: it is what its parts have taken so far.
+        phases = {"seal": work.journal.running(Step.SEAL), **work.journal.phases}
+        work.manifest = await asyncio.to_thread(
+            seal.build_manifest,
+            work.staging,
+            self.settings,
+            id_=work.request.id,
+            contract=work.request.contract,
+            checked=work.preflight,
+            seen=work.seen,
+            criu=work.criu,
+            argv=work.argv,
+            files=files,
+            phases=phases,
+        )
+        await asyncio.to_thread(self.store.seal, work.staging, work.manifest)
+
+    async def _publish(self, work: Work) -> None:
+        await asyncio.to_thread(self.store.publish, work.staging, work.request.id)
+
+    # endings ------------------------------------------------------------------------------------------
+
+    async def _undo(self, work: Work, error: BaseException) -> Outcome | None:
+        """Put the worker back as it was and forget the images; None when the run was cancelled."""
+        await asyncio.shield(asyncio.to_thread(settle, work.request.process, work.before))
+        with contextlib.suppress(OSError):
+            work.staging.dir.remove_tree(ARTIFACT)
+        if isinstance(error, RefusedError) or not isinstance(error, Exception):
+            self.state.attempt_withdrawn(work.request.id)
+        if not isinstance(error, Exception):
+            return None
+        if not isinstance(error, (HibernodeError, OSError)):
+            log.error("%s: unexpected failure in %s", work.request.id, work.journal.step, exc_info=error)
+        ours = as_ours(error)
+        if not isinstance(ours, RefusedError):
+            self.state.attempt_failed(work.request.id, ours.reason)
+        return _failed(work.request, ours, step=str(work.journal.step or ""))
+
+    def announce(self, request: Request, outcome: Outcome) -> Outcome:
+        """Answer through the signal file, if the worker has one here."""
+        if self.signals is None or not request.announce:
+            return outcome
+        try:
+            self.signals.answer_done(
+                request.id,
+                checkpoint_path=outcome.path if outcome.success else "",
+                success=outcome.success,
+                error="" if outcome.success else _sentence(outcome),
+            )
+        except (OSError, HibernodeError) as error:
+            log.error("%s: cannot write the signal file: %s", request.id, error)  # noqa: TRY400
+            return dataclasses.replace(outcome, answered=False)
+        return outcome
+
+    # helpers ------------------------------------------------------------------------------------------
+
+    def _whole(self, id_: CheckpointId) -> Artifact | None:
+        """Find the published artifact; one that is damaged is as good as none and gets replaced."""
+        try:
+            artifact = self.store.get(id_)
+            bad = [verdict for verdict in self.store.verify(artifact, digests=False) if not verdict.ok]
+        except NotFoundError:
+            return None
+        except IntegrityError as error:
+            log.warning("%s: the artifact in the store is damaged and will be replaced: %s", id_, error)
+            return None
+        if bad:
+            log.warning("%s: %s: %s; it will be replaced", id_, bad[0].path, bad[0].problem)
+            return None
+        return artifact
+
+    def _check_attempts(self, id_: CheckpointId) -> None:
+        limit = self.settings.checkpoint.attempts
+        before = self.state.attempts(id_, self.settings.checkpoint.attempts_window_seconds)
+        if before.count >= limit:
+            raise RefusedError(
+                f"{before.count} attempts on {id_} failed (limit {limit}); the last one: {before.last_reason}",
+                remedy=f"mend the cause ('hibernode logs {id_}'), then 'hibernode retry {id_}'",
+                reason="AttemptsExhausted",
+            )
+
+
+def dump_options(settings: Settings, checked: Preflight) -> options.DumpOptions:
+    """Choose CRIU's options from the settings and what preflight has seen."""
+    criu = settings.criu
+    return options.DumpOptions(
+        leave=settings.checkpoint.leave,
+        shell_job=checked.shell_job,
+        tcp=checked.tcp,
+        file_locks=criu.file_locks,
+        link_remap=criu.link_remap,
+        ghost_limit_bytes=criu.ghost_limit_bytes,
+        freeze_timeout_seconds=criu.freeze_timeout_seconds,
+        log_level=criu.log_level,
+    )
+
+
+def _journal_facts(request: Request, staging: Staging) -> dict[str, Any]:
+    return {
+        "id": str(request.id),
+        "uuid": staging.uuid,
+        "pid": request.process.pid,
+        "start_ticks": request.process.key.start_ticks,
+        "trigger": request.trigger.value,
+        "announce": request.announce,
+    }
+
+
+def _failed(
+    request: Request, error: HibernodeError, *, seconds: float = 0.0, step: str = "", answered: bool = True
+) -> Outcome:
+    return Outcome(
+        request.id,
+        success=False,
+        reason=error.reason,
+        message=error.message,
+        remedy=error.remedy,
+        exit_code=error.exit_code,
+        seconds=seconds,
+        step=step,
+        answered=answered,
+    )
+
+
+def _present(request: Request, artifact: Artifact) -> Outcome:
+    return Outcome(
+        request.id,
+        success=True,
+        reason="AlreadyCaptured",
+        message=f"{request.id} is in the store already",
+        path=str(artifact.path),
+        reused=True,
+        bytes=artifact.manifest.total_bytes,
+    )
+
+
+def _captured(work: Work) -> Outcome:
+    assert work.manifest is not None
+    id_ = work.request.id
+    return Outcome(
+        id_,
+        success=True,
+        reason="Captured",
+        message=f"{id_} captured",
+        path=str(work.final_path),
+        bytes=work.manifest.total_bytes,
+    )
+
+
+def _sentence(outcome: Outcome) -> str:
+    """Say in one line what went wrong and what to do, the reason first."""
+    text = outcome.message if not outcome.remedy else f"{outcome.message}; {outcome.remedy}"
+    return f"{outcome.reason}: {text}"

@@ -1,0 +1,1 @@
+"""The ``hibernode`` command: one small module per noun, no logic."""

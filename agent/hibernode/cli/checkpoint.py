@@ -1,0 +1,160 @@
+"""``checkpoint``: freeze a process by hand, through the same pipeline as the agent."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import click
+
+from hibernode.cli.common import (
+    FINDING_HEADERS,
+    ID,
+    failed,
+    finding_data,
+    finding_rows,
+    open_signals,
+    open_store,
+    run_async,
+)
+from hibernode.cli.main import Context
+from hibernode.cli.output import Progress, emit, human_bytes, human_seconds, output_option, table
+from hibernode.errors import HibernodeError, NotFoundError, UsageError
+from hibernode.workload import ERA_A1, CheckpointId
+
+if TYPE_CHECKING:
+    from hibernode.checkpoint import Outcome
+    from hibernode.config import Settings
+    from hibernode.discovery.locate import Contract
+    from hibernode.host.procfs import Process
+
+
+@click.command("checkpoint")
+@click.option("--pid", type=click.IntRange(min=2), required=True, help="Root of the process tree to freeze.")
+@click.option("--id", "id_", type=ID, help="Checkpoint id; default: the process's own, else a new one.")
+@click.option(
+    "--replace", is_flag=True, help="Take the place of a checkpoint with this id; the old one is kept."
+)
+@click.option(
+    "--leave", type=click.Choice(["running", "stopped", "killed"]), help="The process's state afterwards."
+)
+@click.option("--dry-run", is_flag=True, help="Only the checks and the command; exit 4 if a check fails.")
+@output_option
+@click.pass_obj
+def checkpoint_command(
+    context: Context,
+    pid: int,
+    id_: CheckpointId | None,
+    leave: str | None,
+    output: str,
+    *,
+    replace: bool,
+    dry_run: bool,
+) -> None:
+    """Freeze a process and its descendants into a checkpoint.
+
+    The process goes on running unless --leave says otherwise. A dump that fails leaves it as it was.
+    """
+    from hibernode.discovery.locate import contract_of
+    from hibernode.host import procfs
+
+    settings = context.load([("checkpoint.leave", leave)] if leave else []).settings
+    try:
+        process = procfs.Process.open(pid)
+    except ProcessLookupError:
+        raise NotFoundError(f"no process has the pid {pid}", reason="WorkerGone") from None
+    with process:
+        environ = procfs.environ(pid)
+        own = environ.get(ERA_A1.env_hash, "")
+        chosen = id_ or (CheckpointId(own) if own else CheckpointId(secrets.token_hex(8)))
+        if own and own != chosen:
+            raise UsageError(
+                f"pid {pid} was started as {own}, not as {chosen}",
+                remedy="leave --id out to use the process's own id",
+            )
+        if dry_run:
+            _dry_run(settings, process, output)
+        else:
+            _run(settings, process, chosen, contract_of(environ, ERA_A1), output, replace=replace)
+
+
+def _dry_run(settings: Settings, process: Process, output: str) -> None:
+    import shlex
+    from pathlib import Path
+
+    from hibernode.checkpoint import dump_options
+    from hibernode.criu.options import dump_args
+    from hibernode.criu.runner import find_criu
+    from hibernode.preflight import preflight
+
+    criu = find_criu(settings.criu.binary)
+    checked = preflight(process, settings, criu, settings.store.path)
+    args = dump_args(
+        process.pid,
+        Path("IMAGES"),
+        dump_options(settings, checked),
+        work_dir=Path("WORK"),
+    )
+    command = shlex.join([*criu.argv, *args])
+    data = {
+        "pid": process.pid,
+        "findings": finding_data(checked.findings),
+        "estimateBytes": checked.estimate_bytes,
+        "command": command,
+    }
+
+    def render() -> str:
+        rows = table(finding_rows(checked.findings), FINDING_HEADERS)
+        return f"{rows}\n\nestimated image: {human_bytes(checked.estimate_bytes)}\ncommand: {command}"
+
+    emit("CheckpointPlan", data, output, render)
+    if failed(checked.findings):
+        raise click.exceptions.Exit(4)
+
+
+def _run(
+    settings: Settings, process: Process, id_: CheckpointId, contract: Contract, output: str, *, replace: bool
+) -> None:
+    from hibernode.checkpoint import Checkpointer, Outcome, Request, Trigger
+    from hibernode.state import StateDir
+
+    store = open_store(settings)
+    signals = open_signals(settings) if contract.signal_file else None
+    state = StateDir.open(settings.state_dir)
+
+    async def work() -> Outcome:
+        with Progress(f"checkpoint {id_}") as progress:
+            checkpointer = Checkpointer(
+                settings, store, state, signals, lambda _id, step: progress.label(step.value)
+            )
+            return await checkpointer.run(Request(id_, process, contract, Trigger.COMMAND, replace=replace))
+
+    outcome = run_async(work)
+    if not outcome.success:
+        raise failure(outcome)
+    data = {
+        "id": outcome.id,
+        "path": outcome.path,
+        "bytes": outcome.bytes,
+        "seconds": outcome.seconds,
+        "reused": outcome.reused,
+        "phases": outcome.phases,
+    }
+
+    def render() -> str:
+        if outcome.reused:
+            return f"{outcome.id}: in the store already ({outcome.path}); --replace takes it again"
+        phases = ", ".join(f"{name} {human_seconds(value)}" for name, value in outcome.phases.items())
+        return (
+            f"{outcome.id}: {human_bytes(outcome.bytes)} in {human_seconds(outcome.seconds)} ({phases})\n"
+            f"{outcome.path}"
+        )
+
+    emit("Checkpoint", data, output, render)
+
+
+def failure(outcome: Outcome) -> HibernodeError:
+    """Turn a failed outcome into the error that ends the command with its exit code."""
+    error = HibernodeError(outcome.message, remedy=outcome.remedy, reason=outcome.reason)
+    error.exit_code = outcome.exit_code  # type: ignore[misc]  # an instance's own code shadows the class's
+    return error

@@ -1,0 +1,49 @@
+"""``doctor``: is this machine fit, and if not, what is to be done."""
+
+from __future__ import annotations
+
+import click
+
+from hibernode.cli.common import FINDING_HEADERS, failed, finding_data, finding_rows
+from hibernode.cli.main import Context
+from hibernode.cli.output import emit, output_option, table
+from hibernode.errors import HibernodeError
+from hibernode.workload import Finding, Verdict
+
+
+@click.command("doctor")
+@click.option("--pid", type=click.IntRange(min=2), help="Also check whether this process could be dumped.")
+@output_option
+@click.pass_obj
+def doctor_command(context: Context, pid: int | None, output: str) -> None:
+    """Check this machine and change nothing; exit 1 if a check fails."""
+    from importlib.resources import files
+
+    from hibernode.criu.runner import Criu, find_criu
+    from hibernode.host.procfs import Process
+    from hibernode.preflight import host_findings, preflight
+
+    settings = context.load().settings
+    findings: list[Finding] = []
+    criu: Criu | None = None
+    try:
+        criu = find_criu(settings.criu.binary)
+    except HibernodeError as error:
+        findings.append(
+            Finding("criu.found", Verdict.FAIL, ">= 4.2", error.message, error.remedy, error.reason)
+        )
+    profile = files("hibernode").joinpath("data/block-iouring.json").read_bytes()
+    findings += host_findings(settings, criu, shipped_profile=profile)
+    if pid is not None:
+        with Process.open(pid) as process:
+            findings += preflight(process, settings, criu, settings.store.path).findings
+    counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
+    summary = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
+    emit(
+        "Doctor",
+        {"findings": finding_data(findings), "summary": {v.value: n for v, n in counts.items()}},
+        output,
+        lambda: f"{table(finding_rows(findings), FINDING_HEADERS)}\n\n{summary}",
+    )
+    if failed(findings):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,106 @@
+"""``logs`` and ``explain``: CRIU's own words, and what they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hibernode.cli.common import ID, open_store
+from hibernode.cli.main import Context
+from hibernode.cli.output import emit, output_option, printable
+from hibernode.errors import HibernodeError, NotFoundError
+from hibernode.workload import CheckpointId
+
+if TYPE_CHECKING:
+    from hibernode.config import Settings
+    from hibernode.criu.diagnose import Diagnosis
+
+
+def _find(settings: Settings, id_: CheckpointId, operation: str) -> Path:
+    """Find the newest log of ``operation`` on ``id_``: of a failure, else of what stands in the store."""
+    from hibernode.state import StateDir
+
+    state = StateDir.open(settings.state_dir)
+    kept = state.log_path(id_, operation)
+    if operation == "restore":
+        runs = [
+            settings.state_dir / "restores" / name
+            for name in state.restores_dir.names()
+            if name.startswith(id_)
+        ]
+        found = [run / "restore.log" for run in runs if (run / "restore.log").exists()]
+        candidates = [*found, *([kept] if kept else [])]
+    else:
+        candidates = [kept] if kept else []
+        try:
+            candidates.append(open_store(settings).get(id_).path / "dump.log")
+        except HibernodeError:
+            pass
+    candidates = [path for path in candidates if path.exists()]
+    if not candidates:
+        raise NotFoundError(f"no {operation} log of {id_} on this node")
+    return max(candidates, key=lambda path: path.stat().st_mtime)
+
+
+def _diagnosis(text: str, operation: str) -> Diagnosis:
+    from hibernode.criu.diagnose import diagnose
+
+    return diagnose(text, 1, "restore" if operation == "restore" else "dump")
+
+
+@click.command("logs")
+@click.argument("id_", metavar="ID", type=ID)
+@click.option("--restore", "restore_", is_flag=True, help="The log of the last restore, not of the dump.")
+@click.option("--lines", type=click.IntRange(min=0), default=20, help="Last lines to show; 0: all.")
+@click.pass_obj
+def logs_command(context: Context, id_: CheckpointId, lines: int, *, restore_: bool) -> None:
+    """Show the end of CRIU's log, then its error lines and what they mean."""
+    from hibernode.criu.diagnose import read_log
+
+    operation = "restore" if restore_ else "dump"
+    path = _find(context.load().settings, id_, operation)
+    text = read_log(path)
+    shown = text.splitlines()[-lines:] if lines else text.splitlines()
+    click.echo("\n".join(printable(line) for line in shown))
+    found = _diagnosis(text, operation)
+    click.echo(f"\n{path}")
+    if found.raw:
+        click.echo("error lines:\n" + "\n".join(f"  {printable(line)}" for line in found.raw))
+    for cause in found.causes:
+        click.echo(f"{cause.reason}: {printable(cause.message)}\n  {cause.remedy}")
+
+
+@click.command("explain")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--operation", type=click.Choice(["auto", "dump", "restore"]), default="auto", help="What was run."
+)
+@output_option
+def explain_command(file: Path, operation: str, output: str) -> None:
+    """Name the cause in a CRIU log, and what to do; exit 1 if it holds no cause that is known."""
+    from hibernode.criu.diagnose import read_log
+
+    text = read_log(file)
+    chosen = operation
+    if operation == "auto":
+        chosen = "restore" if "Restoring" in text or "restore" in file.name else "dump"
+    found = _diagnosis(text, chosen)
+    data = {
+        "operation": chosen,
+        "causes": [
+            {"reason": c.reason, "message": c.message, "remedy": c.remedy, "line": c.line}
+            for c in found.causes
+        ],
+        "errorLines": list(found.raw),
+    }
+
+    def render() -> str:
+        causes = "\n".join(f"{c.reason}: {c.message}\n  {c.remedy}" for c in found.causes) or "no known cause"
+        lines = "\n".join(f"  {line}" for line in found.raw) or "  none"
+        return f"{causes}\nerror lines:\n{lines}"
+
+    emit("Explanation", data, output, render)
+    if not found.causes:
+        raise click.exceptions.Exit(1)

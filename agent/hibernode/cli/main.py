@@ -1,0 +1,166 @@
+"""The entry point: global flags, lazy commands, errors as sentences and exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from hibernode import __version__
+from hibernode.config import Loaded, load
+from hibernode.errors import HibernodeError
+
+COMMANDS: Final = {
+    "run": ("run", "Run the node agent"),
+    "checkpoint": ("checkpoint", "Freeze a process into a checkpoint"),
+    "restore": ("restore", "Bring a checkpoint back to life"),
+    "list": ("store", "List the checkpoints in the store"),
+    "inspect": ("store", "Show all about one checkpoint"),
+    "verify": ("store", "Check the files of checkpoints against their digests"),
+    "gc": ("store", "Remove what the retention rules let go"),
+    "pin": ("store", "Keep a checkpoint whatever the retention rules say"),
+    "unpin": ("store", "Let the retention rules apply again"),
+    "logs": ("logs", "Show CRIU's log of a dump or a restore, errors picked out"),
+    "explain": ("logs", "Name the cause in a CRIU log"),
+    "events": ("agent", "Show what the agent did"),
+    "status": ("agent", "Show what the agent is doing"),
+    "retry": ("agent", "Forget the failed attempts on an id"),
+    "doctor": ("doctor", "Check this machine, change nothing"),
+    "seccomp": ("seccomp", "The profile that blocks io_uring"),
+    "config": ("config", "Show the settings and where they come from"),
+    "version": ("config", "Print the version"),
+    "completion": ("config", "Print the shell completion script"),
+}
+"""Command name to (module, short help): help is printed without importing any of them."""
+
+
+class Lazy(click.Group):
+    """A group whose commands are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List the names in the table's order."""
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of ``cmd_name`` and take the command out of it."""
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"hibernode.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table without importing the commands."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+def _split(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for item in value:
+        key, separator, text = item.partition("=")
+        if not separator:
+            raise click.BadParameter(f"{item!r} is not KEY=VALUE")
+        pairs.append((key, text))
+    return pairs
+
+
+class Context:
+    """What the global flags say; the settings are read when a command asks for them."""
+
+    def __init__(self, file: Path | None, flags: list[tuple[str, str]]) -> None:
+        self._file = file
+        self._flags = flags
+
+    def load(self, more: Sequence[tuple[str, str]] = ()) -> Loaded:
+        """Read the settings; ``more`` are the command's own flags, the strongest.
+
+        :raises UsageError: a key or a value is not acceptable.
+        """
+        return load(file=self._file, flags=[*self._flags, *more])
+
+
+@click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hibernode")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file (YAML).")
+@click.option(
+    "--set",
+    "flags",
+    multiple=True,
+    callback=_split,
+    metavar="KEY=VALUE",
+    help="One setting; may be repeated.",
+)
+@click.option("--store", type=str, help="Short for --set store.path=DIR.")
+@click.option("--signals", type=str, help="Short for --set signals.path=DIR.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def cli(
+    ctx: click.Context,
+    file: Path | None,
+    flags: list[tuple[str, str]],
+    store: str | None,
+    signals: str | None,
+    *,
+    debug: bool,
+) -> None:
+    """Freeze warmed-up workers into checkpoints, thaw them in seconds.
+
+    Exit codes: 0 ok, 1 a check failed or not found, 2 usage, 3 agent unreachable, 4 incompatible or
+    refused, 5 input/output or integrity.
+    """
+    short = [("store.path", store), ("signals.path", signals)]
+    ctx.obj = Context(file, [*flags, *((key, text) for key, text in short if text is not None)])
+    ctx.meta["hibernode.debug"] = debug
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command and exit with its documented code."""
+    args: Any = argv if argv is not None else sys.argv[1:]
+    try:
+        code = cli.main(args=args, prog_name="hibernode", standalone_mode=False)
+    except HibernodeError as error:
+        if "--debug" in args:
+            raise
+        click.echo(f"hibernode: {_printable(error.message)}", err=True)
+        if error.remedy:
+            click.echo(f"  {_printable(error.remedy)}", err=True)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        click.echo("hibernode: interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python would say so again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except PermissionError as error:
+        if "--debug" in args:
+            raise
+        click.echo(f"hibernode: {error.filename}: {error.strerror}", err=True)
+        click.echo("  hibernode needs root for this", err=True)
+        sys.exit(5)
+    except OSError as error:
+        if "--debug" in args:
+            raise
+        click.echo(f"hibernode: {error.filename or ''}: {error.strerror}", err=True)
+        sys.exit(5)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""``restore``: bring a checkpoint back by hand, through the same pipeline as the agent."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from hibernode.cli.common import (
+    FINDING_HEADERS,
+    ID,
+    failed,
+    finding_data,
+    finding_rows,
+    open_signals,
+    open_store,
+    run_async,
+)
+from hibernode.cli.main import Context
+from hibernode.cli.output import Progress, emit, human_seconds, output_option, table
+from hibernode.errors import HibernodeError
+from hibernode.workload import CheckpointId
+
+if TYPE_CHECKING:
+    from hibernode.restore import RestoreOutcome, Restorer, RestoreRequest
+
+
+@click.command("restore")
+@click.argument("id_", metavar="ID", type=ID)
+@click.option(
+    "--version", default="", metavar="UUID", help="An older artifact of this id; see 'hibernode list'."
+)
+@click.option("--digests", is_flag=True, help="Check every file's digest first, not only sizes.")
+@click.option(
+    "--strict", is_flag=True, help="Refuse when a fact cannot be compared or only differs a little."
+)
+@click.option("--dry-run", is_flag=True, help="Only the checks and the command; exit 4 if a check fails.")
+@click.option("--wait", is_flag=True, help="Stay until the worker ends, and exit with its code.")
+@output_option
+@click.pass_obj
+def restore_command(
+    context: Context,
+    id_: CheckpointId,
+    version: str,
+    output: str,
+    *,
+    digests: bool,
+    strict: bool,
+    dry_run: bool,
+    wait: bool,
+) -> None:
+    """Bring a checkpoint back to life on this machine, under the pids it had.
+
+    Refused before anything is touched when it cannot succeed. Standard output and error of the worker,
+    when they were pipes, go on in files below the state directory; the table says where.
+    """
+    from hibernode.restore import Restorer, RestoreRequest
+    from hibernode.state import StateDir
+
+    settings = context.load().settings
+    state = StateDir.open(settings.state_dir)
+    request = RestoreRequest(id_, version=version, digests=digests, strict=strict)
+    with Progress(f"restore {id_}") as progress:
+        restorer = Restorer(
+            settings,
+            open_store(settings),
+            state,
+            open_signals(settings),
+            lambda _id, step: progress.label(step.value),
+        )
+        if dry_run:
+            _dry_run(restorer, request, output)
+            return
+        outcome = run_async(lambda: restorer.run(request))
+    if not outcome.success:
+        error = HibernodeError(outcome.message, remedy=outcome.remedy, reason=outcome.reason)
+        error.exit_code = outcome.exit_code  # type: ignore[misc]  # an instance's own code shadows the class's
+        raise error
+    _show(outcome, output)
+    if wait:
+        from hibernode.restored import wait_for_end
+
+        sys.exit(wait_for_end(state, outcome.directory))
+
+
+def _show(outcome: RestoreOutcome, output: str) -> None:
+    data = {
+        "id": outcome.id,
+        "pid": outcome.pid,
+        "seconds": outcome.seconds,
+        "phases": outcome.phases,
+        "directory": outcome.directory,
+    }
+
+    def render() -> str:
+        phases = ", ".join(f"{name} {human_seconds(value)}" for name, value in outcome.phases.items())
+        return f"{outcome.id}: pid {outcome.pid} in {human_seconds(outcome.seconds)} ({phases})\n{outcome.directory}"
+
+    emit("Restore", data, output, render)
+
+
+def _dry_run(restorer: Restorer, request: RestoreRequest, output: str) -> None:
+    import shlex
+
+    plan = run_async(lambda: restorer.plan(request))
+    command = shlex.join(plan.argv)
+    data = {
+        "id": request.id,
+        "path": str(plan.artifact.path),
+        "findings": finding_data(plan.findings),
+        "command": command,
+    }
+    emit(
+        "RestorePlan",
+        data,
+        output,
+        lambda: f"{table(finding_rows(plan.findings), FINDING_HEADERS)}\n\ncommand: {command}",
+    )
+    if failed(plan.findings):
+        raise click.exceptions.Exit(4)

@@ -1,0 +1,24 @@
+"""``run``: the node agent."""
+
+from __future__ import annotations
+
+import click
+
+from hibernode.cli.main import Context
+
+
+@click.command("run")
+@click.pass_obj
+def run_command(context: Context) -> None:
+    """Run the node agent until SIGTERM.
+
+    Watches the signal directory, dumps and restores workers, answers them, serves health and metrics.
+    """
+    import asyncio
+
+    from hibernode.daemon import Agent
+    from hibernode.logs import configure
+
+    settings = context.load().settings
+    configure(settings.log)
+    asyncio.run(Agent.main(settings))

@@ -1,0 +1,179 @@
+"""Standard output on a regular file: let it go on by appending.
+
+A worker that is left running goes on writing to its log after the dump. CRIU notes the log's size and
+refuses to restore when it differs; and if it did not, the restored worker would write over the lines that
+came after the dump. CRIU itself leaves files alone that were opened for appending. So, in a fresh image and
+before it is sealed, the files that descriptors 0 to 2 write to are marked as opened for appending, and
+their noted size is dropped. Nothing else in the image changes.
+
+Formats: criu/images/fdinfo.proto, regfile.proto; magic numbers: criu/include/magic.h.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+from hibernode.errors import IntegrityError
+from hibernode.host.safefs import Dir
+
+IMG_COMMON_MAGIC: Final = 0x54564319
+FDINFO_MAGIC: Final = 0x56213732
+FILES_MAGIC: Final = 0x56303138
+FD_TYPE_REG: Final = 1
+MAX_IMAGE_BYTES: Final = 256 << 20
+"""files.img has one entry of some 100 bytes for each open file."""
+
+STDIO: Final = frozenset({0, 1, 2})
+
+# Field numbers of the messages.
+FDINFO_ID, FDINFO_TYPE, FDINFO_FD = 1, 3, 4
+FILE_TYPE, FILE_ID, FILE_REG = 1, 2, 3
+REG_FLAGS, REG_SIZE, REG_BUILD_ID, REG_CHECKSUM, REG_CHECKSUM_CONFIG, REG_CHECKSUM_PARAMETER = (
+    2,
+    8,
+    11,
+    12,
+    13,
+    14,
+)
+VALIDATION: Final = frozenset(
+    {REG_SIZE, REG_BUILD_ID, REG_CHECKSUM, REG_CHECKSUM_CONFIG, REG_CHECKSUM_PARAMETER}
+)
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+
+Field = tuple[int, int, int | bytes]
+"""(number, wire type, value)."""
+
+
+def append_stdio(images: Dir) -> list[int]:
+    """Mark the regular files that stdio writes to as appending; returns the ids of the changed files.
+
+    :raises IntegrityError: an image is not what CRIU writes.
+    """
+    wanted = {
+        _number(fields, FDINFO_ID)
+        for name in images.names()
+        if name.startswith("fdinfo-") and name.endswith(".img")
+        for fields in _messages(images, name, FDINFO_MAGIC)
+        if _number(fields, FDINFO_FD) in STDIO and _number(fields, FDINFO_TYPE) == FD_TYPE_REG
+    }
+    if not wanted:
+        return []
+    changed: list[int] = []
+    out = [struct.pack("<II", IMG_COMMON_MAGIC, FILES_MAGIC)]
+    for fields in _messages(images, "files.img", FILES_MAGIC):
+        entry = fields
+        if _number(fields, FILE_TYPE) == FD_TYPE_REG and _number(fields, FILE_ID) in wanted:
+            entry = [_appending(field) if field[0] == FILE_REG else field for field in fields]
+            if entry != fields:
+                changed.append(_number(fields, FILE_ID))
+        message = _encode(entry)
+        out.append(struct.pack("<I", len(message)) + message)
+    if changed:
+        images.write_atomic("files.img", b"".join(out), 0o600, sync=False)
+    return changed
+
+
+def _appending(field: Field) -> Field:
+    number, wire, value = field
+    assert isinstance(value, bytes)
+    fields = _decode(value, "files.img")
+    flags = _number(fields, REG_FLAGS)
+    if flags & os.O_ACCMODE == os.O_RDONLY:
+        return field
+    # CRIU looks past the size of a file only if it is write-only and appending; dropping it does the rest.
+    kept = [item for item in fields if item[0] not in VALIDATION]
+    return (
+        number,
+        wire,
+        _encode([(item[0], item[1], flags | os.O_APPEND) if item[0] == REG_FLAGS else item for item in kept]),
+    )
+
+
+def _messages(images: Dir, name: str, magic: int) -> Iterator[list[Field]]:
+    try:
+        data = images.read(name, MAX_IMAGE_BYTES).data
+    except FileNotFoundError:
+        raise IntegrityError(f"{images.path / name} is missing", remedy="the dump is not whole") from None
+    if data[:8] != struct.pack("<II", IMG_COMMON_MAGIC, magic):
+        raise IntegrityError(f"{images.path / name} does not start as a CRIU image of its kind")
+    at = 8
+    while at < len(data):
+        if at + 4 > len(data):
+            raise IntegrityError(f"{images.path / name} is cut off")
+        (size,) = struct.unpack_from("<I", data, at)
+        at += 4
+        if at + size > len(data):
+            raise IntegrityError(f"{images.path / name} is cut off")
+        yield _decode(data[at : at + size], name)
+        at += size
+
+
+def _decode(data: bytes, name: str) -> list[Field]:
+    fields: list[Field] = []
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at, name)
+        wire = key & 7
+        value: int | bytes
+        if wire == VARINT:
+            value, at = _varint(data, at, name)
+        else:
+            if wire == BYTES:
+                size, at = _varint(data, at, name)
+            elif wire in (FIXED32, FIXED64):
+                size = 4 if wire == FIXED32 else 8
+            else:
+                raise IntegrityError(f"{name}: wire type {wire} is not used by CRIU")
+            if at + size > len(data):
+                raise IntegrityError(f"{name}: a message is cut off")
+            value = data[at : at + size]
+            at += size
+        fields.append((key >> 3, wire, value))
+    return fields
+
+
+def _varint(data: bytes, at: int, name: str) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:  # noqa: PLR2004 - the continuation bit
+            return value, at
+    raise IntegrityError(f"{name}: a number is cut off")
+
+
+def _encode(fields: list[Field]) -> bytes:
+    out = bytearray()
+    for number, wire, value in fields:
+        out += _encode_varint(number << 3 | wire)
+        if isinstance(value, int):
+            out += _encode_varint(value)
+        else:
+            if wire == BYTES:
+                out += _encode_varint(len(value))
+            out += value
+    return bytes(out)
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:  # noqa: PLR2004 - seven bits a byte
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _number(fields: list[Field], number: int) -> int:
+    for field, _, value in fields:
+        if field == number and isinstance(value, int):
+            return value
+    return 0

@@ -1,0 +1,336 @@
+"""``hibernode run``: builds the parts, runs them in one task group, stops cleanly.
+
+The parts are the signal directory's watcher, the queue of jobs, the watch over restored workers, gc on a
+timer, and the server. Each background task is guarded: what fails in it is logged and does not stop the
+others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from hibernode import __version__, recover, restored
+from hibernode.artifact.layout import STAGING
+from hibernode.artifact.store import Store
+from hibernode.checkpoint import Checkpointer
+from hibernode.config import Settings
+from hibernode.criu.runner import find_criu
+from hibernode.discovery.locate import own_ready_files
+from hibernode.discovery.signals import SignalDir
+from hibernode.discovery.watch import DirectoryWatcher, Mode
+from hibernode.errors import HibernodeError
+from hibernode.events import EventLog
+from hibernode.health import Check, DegradedError, Health, in_thread
+from hibernode.jobs import Jobs
+from hibernode.metrics import Metrics, Reading
+from hibernode.requests import Parts, Requests
+from hibernode.restore import Restorer
+from hibernode.restored import Phase, Restored
+from hibernode.server import Server
+from hibernode.state import StateDir
+from hibernode.workload import CheckpointId
+
+log = logging.getLogger("hibernode.daemon")
+
+WATCH_RESTORED_SECONDS: Final = 0.5
+"""An exit of a restored worker is reported within this time."""
+
+SETTLE_SECONDS: Final = 0.25
+"""A file that may still be written to is looked at again after this time."""
+
+DISCOVER_SECONDS: Final = 5.0
+"""Period of the look at /proc for workers whose own ready file is to be watched."""
+
+GC_REASONS: Final = {
+    "partial": "Partial",
+    "older than gc.max_age_seconds": "MaxAge",
+    "more than gc.keep_per_id": "KeepPerId",
+    "the store is larger than gc.max_total_bytes": "MaxTotalBytes",
+    "less free than gc.min_free_bytes": "MinFreeBytes",
+}
+"""What gc says of a removal, as a label value."""
+
+STORE_READING_SECONDS: Final = 15.0
+"""How long a reading of the store's sizes is used for scrapes and ``status``."""
+
+
+class Agent:
+    """The node agent."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.started_at = time.time()
+        self.state = StateDir.open(settings.state_dir)
+        self.store = Store(settings.store.path).open()
+        self.signals = SignalDir(settings.signals)
+        self.event_log = EventLog(settings.state_dir)
+        self.metrics = Metrics()
+        self.health = Health()
+        self.queue = Jobs(settings.checkpoint.concurrency, settings.checkpoint.queue_limit)
+        self.watcher = DirectoryWatcher(settings.signals.path, settings.signals, self._changed)
+        enter = self.queue.enter
+        common = (settings, self.store, self.state, self.signals)
+        self.requests = Requests(
+            Parts(
+                settings=settings,
+                signals=self.signals,
+                checkpointer=Checkpointer(*common, lambda id_, step: enter("checkpoint", id_, step)),
+                restorer=Restorer(*common, lambda id_, step: enter("restore", id_, step)),
+                jobs=self.queue,
+                events=self.event_log,
+                metrics=self.metrics,
+                look_again=lambda: self._changed(None),
+            )
+        )
+        self._pending: set[str] | None = set()
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._restored: dict[str, Restored] = {}
+
+    @classmethod
+    async def main(cls, settings: Settings) -> None:
+        """Run an agent until it is told to stop."""
+        await cls(settings).run()
+
+    # life ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until SIGTERM or SIGINT; a dump in flight is undone and taken up by the next agent."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        self._register()
+        server = Server(self.settings, self, self.metrics, self.health)
+        await server.start()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await asyncio.to_thread(self._prepare)
+            await self.watcher.start()
+            for name, work in (
+                ("requests", self._pump),
+                ("own ready files", self._own_ready_files),
+                ("restored workers", self._watch_restored),
+                ("gc", self._gc_by_time),
+            ):
+                tasks.append(asyncio.create_task(self._guarded(name, work), name=name))
+            settings = self.settings
+            log.info("hibernode %s on node %s", __version__, settings.node)
+            log.info(
+                "signals %s (%s), store %s", settings.signals.path, self.watcher.mode, settings.store.path
+            )
+            await self._stop.wait()
+            log.info("stopping: %d jobs running, %d waiting", self.queue.running, self.queue.waiting)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.watcher.stop()
+            await self.queue.close()
+            await server.stop()
+            self.event_log.close()
+            self.state.close()
+
+    def _prepare(self) -> None:
+        """Make the signal directory if it can be made, and end what a dead agent was in the middle of."""
+        try:
+            self.signals.create()
+        except OSError as error:
+            log.warning("%s: cannot be made yet: %s", self.signals.path, error.strerror)
+        for item in recover.recover(self.store, self.state, self.signals):
+            text = f"{item.kind} found at step {item.step or 'none'}, {item.ending}: {item.message}"
+            log.warning("%s: %s", item.id, text)
+            self.event_log.add("Warning", "Recovered", item.id, text)
+
+    async def _guarded(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Run ``work`` for as long as the agent runs; its failures are logged, and slow it down."""
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("%s: failed, going on", name)
+            await asyncio.sleep(1.0)
+
+    # background ---------------------------------------------------------------------------------------
+
+    def _changed(self, names: set[str] | None) -> None:
+        """Take in what the watcher saw; None means that everything must be looked at."""
+        self._pending = None if names is None or self._pending is None else self._pending | names
+        self._wake.set()
+
+    async def _pump(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            names, self._pending = self._pending, set()
+            scan = await asyncio.to_thread(self.signals.scan, names)
+            if scan.unsettled:
+                loop.call_later(SETTLE_SECONDS, self._changed, None)
+            await self.requests.take(scan)
+
+    async def _own_ready_files(self) -> None:
+        """Look for workers whose own ready file is there though nothing in the signal directory says so.
+
+        Processes become known by a look at /proc; the files of those known are looked at in short turns.
+        """
+        index, known_at = self.requests.index, 0.0
+        while True:
+            if time.monotonic() - known_at > DISCOVER_SECONDS:
+                await asyncio.to_thread(index.refresh)
+                known_at = time.monotonic()
+            claims = [claim for claim in index.claims() if claim.key not in self.requests.restored_keys]
+            for request in await asyncio.to_thread(own_ready_files, claims):
+                if not self.queue.has("checkpoint", request.id) and not self.signals.answered(request):
+                    await self.requests.take_own(request)
+            await asyncio.sleep(self.settings.signals.poll_seconds if claims else DISCOVER_SECONDS)
+
+    async def _watch_restored(self) -> None:
+        while True:
+            for entry in await asyncio.to_thread(restored.restores, self.state):
+                before = self._restored.get(entry.name)
+                self._restored[entry.name] = entry
+                if entry.key is not None and entry.phase is Phase.RUNNING:
+                    self.requests.restored_keys.add(entry.key)
+                ended = entry.phase in (Phase.EXITED, Phase.LOST) and entry.key is not None
+                if ended and (before is None or before.phase is not entry.phase) and not entry.reported:
+                    await asyncio.to_thread(self.requests.say_ended, entry)
+                    await asyncio.to_thread(restored.mark_reported, self.state, entry)
+            await asyncio.sleep(WATCH_RESTORED_SECONDS)
+
+    async def _gc_by_time(self) -> None:
+        interval = self.settings.gc.interval_seconds
+        if not interval:
+            await asyncio.Event().wait()
+        await asyncio.sleep(interval)
+        await asyncio.to_thread(self.gc, dry_run=False)
+
+    # what the server asks -----------------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        """Describe the agent for ``hibernode status``."""
+        reading = await asyncio.to_thread(self._read_store)
+        sizes, counts = reading["hibernode_store_bytes"], reading["hibernode_store_artifacts"]
+        assert isinstance(sizes, dict)
+        assert isinstance(counts, dict)
+        try:
+            criu = find_criu(self.settings.criu.binary)
+            criu_text = f"{criu.version}, {criu.path}"
+        except HibernodeError as error:
+            criu_text = error.message
+        watcher = self.watcher
+        return {
+            "version": __version__,
+            "node": self.settings.node,
+            "pid": os.getpid(),
+            "uptimeSeconds": time.time() - self.started_at,
+            "signals": {
+                "path": str(self.signals.path),
+                "mode": watcher.mode.value,
+                "reason": watcher.mode_reason,
+                "rescans": watcher.rescans,
+                "overflows": watcher.overflows,
+            },
+            "store": {
+                "path": str(self.store.path),
+                "artifacts": int(sum(counts.values())),
+                "bytes": int(sum(sizes.values())),
+                "freeBytes": reading["hibernode_store_free_bytes"],
+            },
+            "criu": criu_text,
+            "queue": {"running": self.queue.running, "waiting": self.queue.waiting},
+            "jobs": self.queue.describe(),
+            "restored": [
+                {"id": entry.id, "pid": entry.key.pid, "startedAt": entry.started_at}
+                for entry in self._restored.values()
+                if entry.phase is Phase.RUNNING and entry.key is not None
+            ],
+            "lastFailure": self.requests.last_failure,
+        }
+
+    def events(self, limit: int) -> list[dict[str, Any]]:
+        """List the newest events."""
+        return self.event_log.recent(limit)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """List what runs and what waits."""
+        return self.queue.describe()
+
+    def gc(self, dry_run: bool) -> list[dict[str, Any]]:
+        """Apply the retention rules."""
+        items = self.store.gc(self.settings.gc, dry_run=dry_run, now=time.time())
+        for item in items:
+            if not dry_run:
+                self.metrics.gc_removed(GC_REASONS.get(item.why.partition("=")[0].partition(":")[0], "Other"))
+                self.event_log.add("Normal", "Removed", item.id, f"{item.path}: {item.why}")
+        return [
+            {"id": item.id, "path": str(item.path), "bytes": item.bytes, "why": item.why} for item in items
+        ]
+
+    def retry(self, id_: CheckpointId) -> dict[str, Any]:
+        """Forget the failed attempts on an id and look at its request again."""
+        return {"id": id_, "forgotten": self.state.attempts_clear(id_)}
+
+    # health and metrics -------------------------------------------------------------------------------
+
+    def _register(self) -> None:
+        async def signals() -> str:
+            if self.watcher.mode is Mode.ABSENT:
+                raise HibernodeError(f"{self.signals.path}: {self.watcher.mode_reason}")
+            if self.watcher.mode is Mode.POLL and self.settings.signals.watch == "auto":
+                raise DegradedError(f"polled: {self.watcher.mode_reason}")
+            return self.watcher.mode.value
+
+        def store() -> str:
+            with tempfile.TemporaryFile(dir=self.store.path / STAGING):
+                pass
+            free = self.store.free_bytes()
+            if free < self.settings.store.min_free_bytes:
+                raise DegradedError(f"{free} bytes free, dumps are refused")
+            return f"{free} bytes free"
+
+        def criu() -> str:
+            return find_criu(self.settings.criu.binary).version
+
+        self.health.add(Check("signals", signals))
+        self.health.add(Check("store", in_thread(store)))
+        self.health.add(Check("criu", in_thread(criu)))
+        self.metrics.add_collector("jobs", self._read_jobs)
+        self.metrics.add_collector("watch", self._read_watch)
+        self.metrics.add_collector(
+            "store", self._read_store, blocking=True, keep_seconds=STORE_READING_SECONDS
+        )
+
+    def _read_jobs(self) -> Reading:
+        running = sum(entry.phase is Phase.RUNNING for entry in self._restored.values())
+        return {
+            "hibernode_jobs_in_progress": self.queue.running,
+            "hibernode_queue_depth": self.queue.waiting,
+            "hibernode_restored_workers": running,
+        }
+
+    def _read_watch(self) -> Reading:
+        return {
+            "hibernode_watch_overflows_total": self.watcher.overflows,
+            "hibernode_watch_rescans_total": self.watcher.rescans,
+            "hibernode_watch_mode_info": {self.watcher.mode.value: 1.0},
+        }
+
+    def _read_store(self) -> Reading:
+        sizes: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        for info in self.store.artifacts():
+            state = str(info.state)
+            sizes[state] = sizes.get(state, 0.0) + info.bytes
+            counts[state] = counts.get(state, 0.0) + 1
+        return {
+            "hibernode_store_bytes": sizes,
+            "hibernode_store_artifacts": counts,
+            "hibernode_store_free_bytes": self.store.free_bytes(),
+        }

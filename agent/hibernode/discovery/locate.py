@@ -1,0 +1,264 @@
+"""From a request to the process it is about, without a cluster.
+
+A file in the signal directory is a hint. What it may lead to is decided here: the process must name
+this id and this signal directory in its own environment, or be named by a file that its own user wrote,
+and it must be older than the file. Two claimants are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from hibernode.discovery.signals import ReadyRequest
+from hibernode.errors import RefusedError, UsageError
+from hibernode.host import linux, procfs
+from hibernode.host.procfs import Process, Stat
+from hibernode.workload import CheckpointId, Era, ProcessKey
+
+START_SLACK_SECONDS: Final = 2.0
+"""Start times have a resolution of one clock tick, and a clock that is stepped moves them against files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """The names a worker was started with; empty when its environment does not hold them."""
+
+    era: str = ""
+    signal_file: str = ""
+    ready_file: str = ""
+    restore_marker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A process whose environment names a checkpoint id."""
+
+    key: ProcessKey
+    hash: str
+    contract: Contract
+
+
+def contract_of(environ: Mapping[str, str], era: Era) -> Contract:
+    """Read the contract's names out of a process's environment."""
+    if era.env_hash not in environ and era.env_signal_file not in environ:
+        return Contract()
+    return Contract(
+        era=era.name,
+        signal_file=environ.get(era.env_signal_file, ""),
+        ready_file=environ.get(era.env_ready_file, "") or era.ready_file,
+        restore_marker=environ.get(era.env_restore_marker, "") or era.restore_marker,
+    )
+
+
+class ClaimIndex:
+    """Which processes name which id.
+
+    Every environment is read anew at each refresh: an exec gives a process another one under the same
+    pid and start time, so that nothing which tells two looks apart is cheaper than the look itself.
+    """
+
+    def __init__(self, era: Era, signal_dir: Path) -> None:
+        self._era = era
+        self._signal_dir = signal_dir
+        self._found: dict[int, Claim] = {}
+        self._stats: dict[int, Stat] = {}
+
+    def refresh(self) -> None:
+        """Look at every process."""
+        self._stats = procfs.all_stats()
+        looked = (self._look(stat.key) for stat in self._stats.values() if not stat.is_kernel_thread)
+        self._found = {claim.key.pid: claim for claim in looked if claim is not None}
+
+    def _look(self, key: ProcessKey) -> Claim | None:
+        try:
+            environ = procfs.environ(key.pid)
+        except (OSError, ValueError):
+            return None
+        named = environ.get(self._era.env_hash, "")
+        contract = contract_of(environ, self._era)
+        if not named or not contract.signal_file or not self._ours(key.pid, contract.signal_file, named):
+            return None
+        return Claim(key, named, contract)
+
+    def _ours(self, pid: int, signal_file: str, named: str) -> bool:
+        """Whether ``signal_file``, as the process sees it, is ``<named>.done`` in our signal directory.
+
+        The directories are compared by device and inode, since a worker in a container sees the same
+        hostPath under another name.
+        """
+        path = PurePosixPath(signal_file)
+        if path.name != f"{named}{self._era.done_suffix}" or not path.is_absolute():
+            return False
+        try:
+            ours = self._signal_dir.stat()
+            theirs = stat_in_root(pid, path.parent)
+        except OSError:
+            return False
+        return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
+
+    def claims(self) -> list[Claim]:
+        """List the topmost claimants of every id: a child inherits its parent's environment."""
+        return [claim for claim in self._found.values() if not self._below(claim, self._found)]
+
+    def _below(self, claim: Claim, found: Mapping[int, Claim]) -> bool:
+        pid = self._stats[claim.key.pid].ppid
+        for _ in range(len(self._stats)):
+            if pid not in self._stats:
+                return False
+            if pid in found and found[pid].hash == claim.hash:
+                return True
+            pid = self._stats[pid].ppid
+        return False
+
+
+def stat_in_root(pid: int, path: PurePosixPath) -> os.stat_result:
+    """Stat ``path`` as process ``pid`` sees it, following its links but never out of its root."""
+    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = linux.openat2(
+            root,
+            str(path),
+            os.O_PATH | os.O_CLOEXEC,
+            resolve=linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS,
+        )
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+    finally:
+        os.close(root)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The process that a request is about, held by its pidfd, and the names it was started with."""
+
+    process: Process
+    contract: Contract
+
+
+def locate(request: ReadyRequest, index: ClaimIndex, era: Era) -> Located:
+    """Find and hold the process that ``request`` is about.
+
+    ``index`` must have been refreshed since the request's file appeared.
+
+    :raises RefusedError: nobody, somebody else's process, a younger process, or two claimants.
+    """
+    if request.pid is not None:
+        return _by_pid(request, request.pid, era)
+    claims = [claim for claim in index.claims() if claim.hash == request.id]
+    if not claims:
+        raise RefusedError(
+            f"no process on this node names {era.env_hash}={request.id} and this signal directory",
+            remedy=f"start the worker with {era.env_hash} and {era.env_signal_file}, or write its pid into "
+            f'{request.id}{era.ready_suffix}: {{"pid": 1234}}',
+            reason="NoClaimant",
+        )
+    if len(claims) > 1:
+        pids = ", ".join(str(claim.key.pid) for claim in sorted(claims, key=lambda claim: claim.key.pid))
+        raise RefusedError(
+            f"{len(claims)} separate processes claim {request.id}: pids {pids}",
+            remedy="one worker per id: stop the others, or write the pid of the right one into the ready file",
+            reason="TwoClaimants",
+            pids=pids,
+        )
+    process = _hold(claims[0].key.pid, request.id)
+    if process.key != claims[0].key:
+        process.close()
+        raise _gone(claims[0].key.pid, request.id)
+    return Located(_fitting(process, request), claims[0].contract)
+
+
+def _by_pid(request: ReadyRequest, pid: int, era: Era) -> Located:
+    process = _hold(pid, request.id)
+    try:
+        environ = procfs.environ(pid)
+    except OSError:
+        process.close()
+        raise _gone(pid, request.id) from None
+    named = environ.get(era.env_hash, "")
+    if named and named != request.id:
+        process.close()
+        raise RefusedError(
+            f"pid {pid} belongs to {era.env_hash}={named[:64]!r}, not to {request.id}",
+            remedy="write the ready file of the id that the worker was started with",
+            reason="WrongId",
+            pid=pid,
+        )
+    return Located(_fitting(process, request), contract_of(environ, era))
+
+
+def _hold(pid: int, id_: CheckpointId) -> Process:
+    try:
+        return Process.open(pid)
+    except ProcessLookupError:
+        raise _gone(pid, id_) from None
+
+
+def _gone(pid: int, id_: CheckpointId) -> RefusedError:
+    return RefusedError(
+        f"pid {pid} of {id_} is not running",
+        remedy="the worker must stay alive until it reads the signal file",
+        reason="WorkerGone",
+        pid=pid,
+    )
+
+
+def _fitting(process: Process, request: ReadyRequest) -> Process:
+    """Let ``process`` through if its owner and its age fit the request's file; else close it."""
+    try:
+        status = procfs.read_status(process.pid)
+        started = procfs.start_time(process.key.start_ticks)
+        if request.uid not in (status.uids[0], status.uids[1]):
+            raise RefusedError(
+                f"{request.id}: the ready file belongs to uid {request.uid}, pid {process.pid} to uid "
+                f"{status.uids[0]}",
+                remedy="the worker itself must write its ready file",
+                reason="WrongOwner",
+                pid=process.pid,
+            )
+        if started > request.ctime + START_SLACK_SECONDS:
+            raise RefusedError(
+                f"{request.id}: pid {process.pid} started {started - request.ctime:.1f} s after the ready "
+                "file was written, so the file is another worker's",
+                remedy="remove the stale ready file; the worker writes its own when it is warm",
+                reason="StaleReadyFile",
+                pid=process.pid,
+            )
+    except ProcessLookupError:
+        process.close()
+        raise _gone(process.pid, request.id) from None
+    except RefusedError:
+        process.close()
+        raise
+    return process
+
+
+def own_ready_files(claims: Iterable[Claim]) -> list[ReadyRequest]:
+    """Find the claimants whose own ready file (inside their root) says that they may be frozen now."""
+    ready: list[ReadyRequest] = []
+    for claim in claims:
+        try:
+            id_ = CheckpointId(claim.hash)
+            stat = stat_in_root(claim.key.pid, PurePosixPath(claim.contract.ready_file))
+            uids = procfs.read_status(claim.key.pid).uids
+            started = procfs.start_time(claim.key.start_ticks)
+        except (OSError, ValueError, UsageError):
+            continue
+        if stat.st_uid not in uids or stat.st_ctime + START_SLACK_SECONDS < started or stat.st_nlink != 1:
+            continue
+        ready.append(
+            ReadyRequest(
+                id=id_,
+                pid=claim.key.pid,
+                uid=stat.st_uid,
+                gid=stat.st_gid,
+                ctime=stat.st_ctime,
+                identity=(stat.st_dev, stat.st_ino, stat.st_ctime_ns),
+            )
+        )
+    return ready

@@ -1,0 +1,137 @@
+"""After a restart: finish, undo or fail what a dead agent was in the middle of, and say which."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from hibernode import restored
+from hibernode.artifact.staging import Staging
+from hibernode.artifact.store import Store
+from hibernode.criu.runner import kill_leftovers
+from hibernode.discovery.signals import SignalDir
+from hibernode.errors import HibernodeError, IntegrityError, NotFoundError
+from hibernode.journal import Step, read_journal
+from hibernode.restored import Phase, Restored
+from hibernode.state import StateDir
+from hibernode.worker import settle_from_note
+from hibernode.workload import ERA_A1, CheckpointId
+
+log = logging.getLogger("hibernode.recover")
+
+
+class Ending(StrEnum):
+    """What was done with work that had no owner."""
+
+    FINISHED = "finished"
+    UNDONE = "undone"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """One piece of work that had no owner."""
+
+    id: CheckpointId
+    kind: str
+    step: str
+    ending: Ending
+    message: str
+
+
+def recover(store: Store, state: StateDir, signals: SignalDir | None) -> Iterator[Recovered]:
+    """Deal with every dump and every restore whose agent is gone."""
+    for staging in store.orphans():
+        with staging:
+            yield _checkpoint(store, staging, signals)
+    for entry in restored.unfinished(state):
+        yield _restore(state, entry, signals)
+
+
+def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None) -> Recovered:
+    id_ = staging.id
+    kill_leftovers(staging.uuid)
+    journal = read_journal(staging.dir) or {}
+    step = str(journal.get("step", ""))
+    worker_lives = settle_from_note(journal)
+    answers = signals if journal.get("announce", True) else None
+
+    if step in (Step.PUBLISH, Step.ANNOUNCE):
+        path = _published(store, staging)
+        if path is not None:
+            _answer(answers, id_, path=path)
+            store.discard(staging)
+            return Recovered(id_, "checkpoint", step, Ending.FINISHED, f"{id_} is whole and in the store")
+        if step == Step.ANNOUNCE:
+            error = str(journal.get("error") or "the agent ended before it could answer")
+            _answer(answers, id_, error=error)
+            store.discard(staging)
+            return Recovered(id_, "checkpoint", step, Ending.FAILED, error)
+    store.discard(staging)
+    if worker_lives:
+        return Recovered(
+            id_,
+            "checkpoint",
+            step,
+            Ending.UNDONE,
+            f"{id_}: the worker runs, its request will be taken up again",
+        )
+    error = "WorkerGone: the agent was restarted during the dump and the worker has ended since"
+    _answer(answers, id_, error=error)
+    return Recovered(id_, "checkpoint", step, Ending.FAILED, error)
+
+
+def _published(store: Store, staging: Staging) -> str | None:
+    """Publish the staged artifact if it was sealed; its path, or None when it is not whole."""
+    try:
+        if not staging.published():
+            store.publish(staging, staging.id)
+        artifact = store.get(staging.id)
+    except (IntegrityError, NotFoundError, OSError) as error:
+        log.info("%s: what was staged is not whole: %s", staging.id, error)
+        return None
+    return str(artifact.path) if artifact.manifest.uuid == staging.uuid else None
+
+
+def _answer(signals: SignalDir | None, id_: CheckpointId, *, path: str = "", error: str = "") -> None:
+    if signals is None:
+        return
+    with contextlib.suppress(OSError, HibernodeError):
+        signals.answer_done(id_, checkpoint_path=path, success=not error, error=error)
+
+
+def _restore(state: StateDir, entry: Restored, signals: SignalDir | None) -> Recovered:
+    with state.restores_dir.subdir(entry.name) as directory:
+        journal = read_journal(directory) or {}
+        if entry.phase in (Phase.STARTING, Phase.CRIU, Phase.LOST) and entry.key is None:
+            restored.undo(directory)
+            entry = restored.read(state, entry.name)
+        if entry.key is not None:
+            _answer_restored(
+                signals, entry, {"success": True, "pid": entry.key.pid, **restored.end_of(entry)}
+            )
+            ending, message = Ending.FINISHED, f"{entry.id} was restored as pid {entry.key.pid}"
+        elif journal.get("step") == Step.ANNOUNCE:
+            error = str(journal.get("error") or "the agent ended before it could answer")
+            _answer_restored(signals, entry, {"success": False, "error": error})
+            ending, message = Ending.FAILED, error
+        else:
+            restored.end_half_tree(journal)
+            ending, message = (
+                Ending.UNDONE,
+                f"{entry.id}: nothing of the restore is left; it can be asked again",
+            )
+        restored.finish(directory, journal)
+    return Recovered(entry.id, "restore", entry.step, ending, message)
+
+
+def _answer_restored(signals: SignalDir | None, entry: Restored, body: dict[str, Any]) -> None:
+    if signals is None or not entry.announce:
+        return
+    with contextlib.suppress(OSError, HibernodeError):
+        signals.answer_restored(entry.id, body)
+        signals.clear(entry.id, ERA_A1.restore_suffix)

@@ -1,0 +1,181 @@
+"""From what stands in the signal directory to jobs, and from outcomes to events, metrics and log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hibernode import restored
+from hibernode.checkpoint import Checkpointer, Outcome, Request, Trigger
+from hibernode.config import Settings
+from hibernode.discovery.locate import ClaimIndex, Located, locate
+from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
+from hibernode.discovery.signals import RestoreRequest as RestoreFile
+from hibernode.errors import HibernodeError, RefusedError
+from hibernode.events import EventLog
+from hibernode.jobs import Jobs
+from hibernode.metrics import Metrics
+from hibernode.restore import Restorer, RestoreOutcome, RestoreRequest
+from hibernode.restored import Restored
+from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
+
+log = logging.getLogger("hibernode.requests")
+
+RETRY_BUSY_SECONDS: Final = 1.0
+"""Another process holds the id; its work takes seconds, so this is soon enough."""
+
+BATCH: Final = 100
+"""After this many requests the loop gets to answer probes and to run jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the handling of requests needs of the agent."""
+
+    settings: Settings
+    signals: SignalDir
+    checkpointer: Checkpointer
+    restorer: Restorer
+    jobs: Jobs
+    events: EventLog
+    metrics: Metrics
+    look_again: Callable[[], None]
+
+
+class Requests:
+    """Takes requests up, each once."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.index = ClaimIndex(ERA_A1, parts.settings.signals.path)
+        self.restored_keys: set[ProcessKey] = set()
+        self.last_failure = ""
+
+    async def take(self, scan: Scan) -> None:
+        """Queue what a look at the signal directory has found; refuse at once what cannot be."""
+        for rejected in scan.rejected:
+            self._say_rejected(rejected)
+        ready = [request for request in scan.ready if not self.parts.jobs.has("checkpoint", request.id)]
+        if ready:
+            await asyncio.to_thread(self.index.refresh)
+        for start in range(0, len(ready), BATCH):
+            batch = ready[start : start + BATCH]
+            for request, located in await asyncio.to_thread(self._locate_all, batch):
+                self._queue(request.id, located, Trigger.SIGNAL)
+        for asked in scan.restore:
+            self._restore(asked)
+
+    async def take_own(self, request: ReadyRequest) -> None:
+        """Queue a worker whose own ready file is there."""
+        for _, located in await asyncio.to_thread(self._locate_all, [request]):
+            self._queue(request.id, located, Trigger.READY_FILE)
+
+    def _locate_all(self, requests: list[ReadyRequest]) -> list[tuple[ReadyRequest, Located]]:
+        """Find the workers of ready files; those without one are answered here."""
+        found: list[tuple[ReadyRequest, Located]] = []
+        for request in requests:
+            try:
+                found.append((request, locate(request, self.index, ERA_A1)))
+            except RefusedError as error:
+                self._refuse(request, error)
+        return found
+
+    def _queue(self, id_: CheckpointId, located: Located, trigger: Trigger) -> None:
+        if located.process.key in self.restored_keys:
+            located.process.close()
+            return
+
+        async def work(_job: object) -> None:
+            await self._checkpoint(id_, located, trigger)
+
+        # However the job ends, also before it begins, the process is let go of.
+        if not self.parts.jobs.submit("checkpoint", id_, work, located.process.close):
+            located.process.close()
+
+    async def _checkpoint(self, id_: CheckpointId, located: Located, trigger: Trigger) -> None:
+        text = f"pid {located.process.pid}, triggered by {trigger}"
+        self.parts.events.add("Normal", "CheckpointStarted", id_, text)
+        request = Request(id_, located.process, located.contract, trigger)
+        outcome = await self.parts.checkpointer.run(request)
+        self._say_checkpoint(outcome)
+        await self._again_if_busy(outcome)
+
+    def _restore(self, request: RestoreFile) -> None:
+        async def work(_job: object) -> None:
+            self.parts.events.add("Normal", "RestoreStarted", request.id, f"asked by uid {request.uid}")
+            outcome = await self.parts.restorer.run(RestoreRequest(request.id, requester_uid=request.uid))
+            self._say_restore(outcome)
+            await self._again_if_busy(outcome)
+
+        self.parts.jobs.submit("restore", request.id, work)
+
+    async def _again_if_busy(self, outcome: Outcome | RestoreOutcome) -> None:
+        if not outcome.answered and outcome.reason == "Busy":
+            await asyncio.sleep(RETRY_BUSY_SECONDS)
+            self.parts.look_again()
+
+    # what is said of it -------------------------------------------------------------------------------
+
+    def _say_rejected(self, rejected: Rejected) -> None:
+        log.warning("%s: %s", rejected.name, rejected.message)
+        self.parts.metrics.rejected(rejected.reason)
+        self.parts.events.add("Warning", rejected.reason, "", f"{rejected.name}: {rejected.message}")
+
+    def _refuse(self, request: ReadyRequest, error: RefusedError) -> None:
+        """Answer a request that leads to no worker, unless the answer would reach the wrong one."""
+        self.parts.metrics.rejected(error.reason)
+        self._fail(request.id, "CheckpointFailed", error.reason, error.message)
+        if error.reason == "StaleReadyFile":
+            self.parts.signals.clear(request.id, ERA_A1.ready_suffix)
+            return
+        text = error.message if not error.remedy else f"{error.message}; {error.remedy}"
+        try:
+            self.parts.signals.answer_done(
+                request.id, checkpoint_path="", success=False, error=f"{error.reason}: {text}"
+            )
+        except (OSError, HibernodeError) as failure:
+            log.error("%s: cannot write the signal file: %s", request.id, failure)  # noqa: TRY400
+
+    def _fail(self, id_: CheckpointId, event: str, reason: str, message: str) -> None:
+        log.error("%s: %s: %s", id_, reason, message)
+        self.last_failure = f"{id_}: {reason}: {message}"
+        self.parts.events.add("Warning", event, id_, f"{reason}: {message}")
+
+    def _say_checkpoint(self, outcome: Outcome) -> None:
+        self.parts.metrics.checkpoint(outcome)
+        if not outcome.success:
+            self._fail(outcome.id, "CheckpointFailed", outcome.reason, outcome.message)
+            return
+        text = f"{outcome.message}, {outcome.bytes} bytes in {outcome.seconds:.2f} s, {outcome.path}"
+        log.info("%s", text)
+        self.parts.events.add("Normal", "CheckpointSucceeded", outcome.id, text)
+
+    def _say_restore(self, outcome: RestoreOutcome) -> None:
+        self.parts.metrics.restore(outcome)
+        if not outcome.success:
+            refused = outcome.exit_code == RefusedError.exit_code
+            event = "RestoreIncompatible" if refused else "RestoreFailed"
+            self._fail(outcome.id, event, outcome.reason, outcome.message)
+            return
+        text = f"{outcome.message} in {outcome.seconds:.2f} s"
+        log.info("%s", text)
+        self.parts.events.add("Normal", "RestoreSucceeded", outcome.id, text)
+
+    def say_ended(self, entry: Restored) -> None:
+        """Report how a restored worker ended, with the exit code that its shim saw."""
+        end: dict[str, Any] = restored.end_of(entry)
+        known = ", ".join(f"{name} {value}" for name, value in end.items())
+        pid = entry.key.pid if entry.key is not None else 0
+        text = f"restored worker, pid {pid}, ended: {known or 'nobody knows how, its shim was killed'}"
+        log.info("%s: %s", entry.id, text)
+        kind = "Normal" if end.get("exit_code") == 0 else "Warning"
+        self.parts.events.add(kind, "WorkerEnded", entry.id, text)
+        if entry.announce:
+            with contextlib.suppress(OSError, HibernodeError):
+                self.parts.signals.answer_restored(
+                    entry.id, {"success": True, "pid": pid, "ended": True, **end}
+                )

@@ -1,0 +1,417 @@
+"""The restore pipeline: request → verify → compatibility → prepare → CRIU restore → announce.
+
+A restore that cannot succeed is refused before anything is touched. CRIU is started by the shim
+(:mod:`hibernode.shim`), which stays the worker's parent, so a restored worker outlives the agent and its
+exit code is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hibernode import restored, shim
+from hibernode.artifact.manifest import Manifest
+from hibernode.artifact.layout import Artifact
+from hibernode.artifact.store import Store
+from hibernode.compat import compatibility, host_facts
+from hibernode.config import Settings
+from hibernode.criu import diagnose, options
+from hibernode.criu.images import page_files
+from hibernode.criu.runner import JOB_ENV, Criu, clean_env, find_criu
+from hibernode.discovery.signals import SignalDir
+from hibernode.errors import (
+    BusyError,
+    CriuError,
+    HibernodeError,
+    IntegrityError,
+    RefusedError,
+)
+from hibernode.host.safefs import Dir
+from hibernode.journal import Journal, Step
+from hibernode.outcome import as_ours, criu_failed
+from hibernode.preflight import refuse
+from hibernode.state import StateDir, read_json, write_json
+from hibernode.workload import ERA_A1, CheckpointId, Finding
+
+log = logging.getLogger("hibernode.restore")
+
+SHIM_SLACK_SECONDS: Final = 30.0
+"""The shim has its own deadline on CRIU; this much later it is taken for dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """One restore to make. ``version`` is an artifact's uuid; empty: the current one."""
+
+    id: CheckpointId
+    version: str = ""
+    digests: bool = False
+    strict: bool = False
+    announce: bool = True
+    requester_uid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOutcome:
+    """How a restore ended. ``directory`` holds its logs and, while the worker lives, its shim's state."""
+
+    id: CheckpointId
+    success: bool
+    pid: int = 0
+    start_ticks: int = 0
+    reason: str = ""
+    message: str = ""
+    remedy: str = ""
+    exit_code: int = 0
+    directory: str = ""
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    step: str = ""
+    answered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a restore would do: every check, and the exact command."""
+
+    artifact: Artifact
+    findings: list[Finding]
+    argv: list[str]
+    verify_seconds: float = 0.0
+
+
+Notify = Callable[[CheckpointId, Step], None]
+
+
+class Restorer:
+    """Makes restores for the agent and for the command line alike."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        state: StateDir,
+        signals: SignalDir | None,
+        notify: Notify | None = None,
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.state = state
+        self.signals = signals
+        self._notify = notify or (lambda _id, _step: None)
+
+    async def run(self, request: RestoreRequest) -> RestoreOutcome:
+        """Make one restore and answer for it. Raises nothing but cancellation, which undoes it."""
+        started = time.perf_counter()
+        work: _Work | None = None
+        try:
+            with self.store.lock(request.id):
+                work = self._begin(request)
+                outcome = await self._steps(work)
+        except BusyError as error:
+            return _failed(request, error, answered=False)
+        except Exception as error:
+            if not isinstance(error, (HibernodeError, OSError)):
+                log.exception("%s: unexpected failure", request.id)
+            outcome = _failed(request, as_ours(error), work)
+        phases = dict(work.journal.phases) if work is not None else {}
+        outcome = dataclasses.replace(outcome, seconds=time.perf_counter() - started, phases=phases)
+        if work is None:
+            return self.announce(request, outcome)
+        with work.directory:
+            work.journal.note(error="" if outcome.success else _sentence(outcome))
+            with contextlib.suppress(OSError):
+                await work.journal.begin(Step.ANNOUNCE)
+            outcome = self.announce(request, outcome)
+            if outcome.answered:
+                with contextlib.suppress(OSError):
+                    await work.journal.begin(Step.DONE)
+        return outcome
+
+    def _begin(self, request: RestoreRequest) -> _Work:
+        restored.forget_old(self.state)
+        job = uuid.uuid4().hex
+        directory = self.state.restores_dir.subdir(f"{request.id}.{job}", create=True)
+        facts = {"id": str(request.id), "uuid": job, "announce": request.announce}
+        return _Work(request, job, directory, Journal(directory, "restore", facts))
+
+    async def _steps(self, work: _Work) -> RestoreOutcome:
+        request, journal = work.request, work.journal
+        self._check_attempts(request)
+        await self._step(work, Step.VERIFY)
+        with journal.timed("verify"):
+            artifact = self.store.get(request.id, request.version or None)
+            await self._verify(artifact, digests=request.digests or self.settings.restore.verify == "digests")
+            may_ask(request, artifact.manifest)
+        await self._step(work, Step.COMPATIBILITY)
+        with journal.timed("compatibility"):
+            criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
+            refuse(await asyncio.to_thread(self._findings, artifact.manifest, criu, request))
+        await self._step(work, Step.PREPARE)
+        with journal.timed("prepare"):
+            self._clear_signals(request.id)
+            spec = self._spec(work, artifact, criu)
+            tree = artifact.manifest.tree
+            journal.note(pids=sorted({tid for task in tree for tid in (task.pid, *task.threads)}))
+            write_json(work.directory, "spec.json", spec, sync=False)
+        await self._step(work, Step.RESTORE)
+        attempt = f"{request.id}.restore"
+        self.state.attempt_begins(attempt)
+        try:
+            with journal.timed("criu"):
+                state = await self._run_shim(work)
+        finally:
+            # Counted is what ends the agent itself; a failure that we live to tell is answered, not retried.
+            self.state.attempts_clear(attempt)
+        if state.get("phase") != "running":
+            raise self._restore_failed(work, state)
+        return RestoreOutcome(
+            request.id,
+            success=True,
+            pid=int(state["pid"]),
+            start_ticks=int(state["start_ticks"]),
+            reason="Restored",
+            message=f"{request.id} restored as pid {state['pid']}",
+            directory=str(work.directory.path),
+        )
+
+    async def _step(self, work: _Work, step: Step) -> None:
+        self._notify(work.request.id, step)
+        await work.journal.begin(step)
+
+    async def plan(self, request: RestoreRequest) -> Plan:
+        """Say what :meth:`run` would do, without doing it."""
+        started = time.perf_counter()
+        artifact = self.store.get(request.id, request.version or None)
+        await self._verify(artifact, digests=request.digests)
+        seconds = time.perf_counter() - started
+        criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
+        findings = await asyncio.to_thread(self._findings, artifact.manifest, criu, request)
+        args = options.restore_args(
+            artifact.path / "images",
+            Path("restored.pid"),
+            _options(artifact.manifest, self.settings),
+            work_dir=Path(),
+        )
+        return Plan(artifact, findings, [*criu.argv, *args], seconds)
+
+    # the steps ----------------------------------------------------------------------------------------
+
+    async def _verify(self, artifact: Artifact, *, digests: bool) -> None:
+        verdicts = await asyncio.to_thread(self.store.verify, artifact, digests=digests)
+        bad = [verdict for verdict in verdicts if not verdict.ok]
+        if bad:
+            named = "; ".join(f"{verdict.path}: {verdict.problem}" for verdict in bad[:5])
+            raise IntegrityError(
+                f"{artifact.manifest.id}: the artifact is not whole: {named}",
+                remedy=f"take the checkpoint again; 'hibernode verify {artifact.manifest.id}' lists every file",
+            )
+
+    def _findings(self, manifest: Manifest, criu: Criu, request: RestoreRequest) -> list[Finding]:
+        facts = host_facts(manifest, criu.version)
+        return compatibility(manifest, facts, strict=request.strict or self.settings.restore.strict)
+
+    def _check_attempts(self, request: RestoreRequest) -> None:
+        """Stop asking again when restores of this id keep ending the agent itself."""
+        if request.requester_uid is None:
+            return
+        limit = self.settings.checkpoint.attempts
+        before = self.state.attempts(
+            f"{request.id}.restore", self.settings.checkpoint.attempts_window_seconds
+        )
+        if before.count >= limit:
+            raise RefusedError(
+                f"{before.count} restores of {request.id} were cut off (limit {limit})",
+                remedy=f"look at 'hibernode logs --restore {request.id}', then 'hibernode retry {request.id}'",
+                reason="AttemptsExhausted",
+            )
+
+    def _clear_signals(self, id_: CheckpointId) -> None:
+        """Remove the answered request and its answer.
+
+        The restored worker goes on in the loop that waits for the answer, so an old one must not be
+        there. The ready file goes first: without its answer it would ask for a new dump.
+        """
+        if self.signals is not None:
+            self.signals.clear(id_, ERA_A1.ready_suffix)
+            self.signals.clear(id_, ERA_A1.done_suffix)
+
+    def _spec(self, work: _Work, artifact: Artifact, criu: Criu) -> dict[str, Any]:
+        manifest = artifact.manifest
+        images = artifact.path / "images"
+        directory = work.directory.path
+        pidfile = directory / "restored.pid"
+        args = options.restore_args(
+            images,
+            pidfile,
+            _options(manifest, self.settings),
+            work_dir=directory,
+        )
+        marker = manifest.contract.restore_marker
+        return {
+            "criu": [*criu.argv, *args],
+            "env": {**clean_env(), JOB_ENV: work.uuid},
+            "pidfile": str(pidfile),
+            "deadline_seconds": self.settings.restore.deadline_seconds,
+            "inherit": _inherit(manifest),
+            "marker": {
+                "path": marker,
+                "uid": manifest.process.uids[1],
+                "gid": manifest.process.gids[1],
+                "groups": manifest.process.groups,
+            }
+            if marker.startswith("/")
+            else None,
+            "read_ahead": [str(images / name) for name in page_files(images)]
+            if self.settings.restore.read_ahead
+            else [],
+        }
+
+    async def _run_shim(self, work: _Work) -> dict[str, Any]:
+        """Start the shim and wait for its answer; it stays when we go."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            shim.__file__,
+            str(work.directory.path),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            env=clean_env(),
+        )
+        assert process.stdout is not None
+        limit = self.settings.restore.deadline_seconds + SHIM_SLACK_SECONDS
+        try:
+            async with asyncio.timeout(limit):
+                line = await process.stdout.readline()
+        except BaseException:
+            # A restore that nobody waits for any more is undone: the shim ends CRIU's tree with itself.
+            await asyncio.shield(asyncio.to_thread(restored.undo, work.directory))
+            raise
+        try:
+            state = json.loads(line)
+        except ValueError:
+            state = read_json(work.directory, "state.json") or {}
+        return state if isinstance(state, dict) else {}
+
+    def _restore_failed(self, work: _Work, state: dict[str, Any]) -> CriuError:
+        path = work.directory.path / shim.LOG_NAME
+        text = diagnose.read_log(path) if path.exists() else ""
+        kept = str(self.state.keep_log(work.request.id, "restore", text.encode(errors="replace")))
+        code = state.get("returncode")
+        if code in (0, None) and not state.get("timed_out"):
+            why = state.get("error") or "the shim ended without an answer"
+            return CriuError(f"the restore failed: {why} (log: {kept})", reason="RestoreFailed", log=kept)
+        return criu_failed(
+            text,
+            operation="restore",
+            returncode=int(code or 0),
+            timed_out=bool(state.get("timed_out")),
+            deadline=self.settings.restore.deadline_seconds,
+            log=kept,
+        )
+
+    # the answer ---------------------------------------------------------------------------------------
+
+    def announce(self, request: RestoreRequest, outcome: RestoreOutcome) -> RestoreOutcome:
+        """Answer through ``<id>.restored``, where there is a signal directory."""
+        if self.signals is None or not request.announce:
+            return outcome
+        try:
+            self.signals.answer_restored(request.id, answer(outcome))
+            self.signals.clear(request.id, ERA_A1.restore_suffix)
+        except (OSError, HibernodeError) as error:
+            log.error("%s: cannot answer the restore request: %s", request.id, error)  # noqa: TRY400
+            return dataclasses.replace(outcome, answered=False)
+        return outcome
+
+
+@dataclass(slots=True)
+class _Work:
+    request: RestoreRequest
+    uuid: str
+    directory: Dir
+    journal: Journal
+
+
+def may_ask(request: RestoreRequest, manifest: Manifest) -> None:
+    """Let only root and the worker's own user ask for its restore through the signal directory.
+
+    :raises RefusedError: the request's file belongs to somebody else.
+    """
+    uid = request.requester_uid
+    if uid is not None and uid not in (0, manifest.process.uids[0]):
+        raise RefusedError(
+            f"{request.id}: uid {uid} asked for the restore of a worker of uid {manifest.process.uids[0]}",
+            remedy="root or the worker's own user must write the restore file",
+            reason="WrongOwner",
+        )
+
+
+def answer(outcome: RestoreOutcome) -> dict[str, Any]:
+    """Build the body of ``<id>.restored``."""
+    if outcome.success:
+        return {"success": True, "pid": outcome.pid}
+    return {"success": False, "error": _sentence(outcome)}
+
+
+def _sentence(outcome: RestoreOutcome) -> str:
+    text = outcome.message if not outcome.remedy else f"{outcome.message}; {outcome.remedy}"
+    return f"{outcome.reason}: {text}"
+
+
+def _options(manifest: Manifest, settings: Settings) -> options.RestoreOptions:
+    """Take what must match the dump from the manifest, the rest from the settings."""
+    return options.RestoreOptions(
+        shell_job=manifest.shell_job,
+        tcp="close" if manifest.tcp == "close" else "established",
+        file_locks=settings.criu.file_locks,
+        link_remap=settings.criu.link_remap,
+        ghost_limit_bytes=settings.criu.ghost_limit_bytes,
+        log_level=settings.criu.log_level,
+    )
+
+
+def _inherit(manifest: Manifest) -> list[dict[str, str]]:
+    """List the pipe ends outside the tree and what takes their place: /dev/null, or a file to append to.
+
+    Two descriptors on one pipe share one file, so that the order of lines is kept.
+    """
+    ends: dict[str, dict[str, str]] = {}
+    for entry in manifest.fds:
+        if entry.kind == "pipe" and entry.target not in ends:
+            number = entry.target.strip("pipe:[]")
+            name = {1: "stdout", 2: "stderr"}.get(entry.fd, "pipe")
+            mode = "read" if entry.access == "read" else "append"
+            ends[entry.target] = {"key": entry.target, "mode": mode, "file": f"{name}.{number}.log"}
+    return list(ends.values())
+
+
+def _failed(
+    request: RestoreRequest, error: HibernodeError, work: _Work | None = None, *, answered: bool = True
+) -> RestoreOutcome:
+    return RestoreOutcome(
+        request.id,
+        success=False,
+        reason=error.reason,
+        message=error.message,
+        remedy=error.remedy,
+        exit_code=error.exit_code,
+        directory=str(work.directory.path) if work is not None else "",
+        step=str(work.journal.step or "") if work is not None else "",
+        answered=answered,
+    )

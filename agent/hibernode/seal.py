@@ -1,0 +1,219 @@
+"""The seal step: from a directory of CRIU images to an artifact with a manifest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat as st
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from hibernode.artifact import digest
+from hibernode.artifact import manifest as m
+from hibernode.artifact.layout import entries
+from hibernode.artifact.staging import Staging
+from hibernode.compat import cpu_features
+from hibernode.config import Settings
+from hibernode.criu.images import ImageTask, read_pstree
+from hibernode.criu.runner import Criu
+from hibernode.criu.stdio import append_stdio
+from hibernode.discovery.locate import Contract
+from hibernode.host import mounts, procfs, safefs
+from hibernode.host.procfs import Process
+from hibernode.journal import Journal
+from hibernode.preflight import Preflight
+from hibernode.workload import CheckpointId
+
+STDIO: Final = 3
+"""Descriptors below this are standard input, output and error."""
+
+MAX_MAPPED_FILES: Final = 20_000
+"""More files than this are not listed: the manifest is bounded, and CRIU checks sizes itself."""
+
+KERNEL_FILES: Final = ("/proc/", "/sys/", "/dev/", "/memfd:", "/SYSV", "[")
+SHARED_MEMORY: Final = "/dev/shm/"  # noqa: S108 - recognised, not used
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the manifest says of the worker, taken while it lived."""
+
+    process: m.ProcessFacts
+    comms: Mapping[int, str]
+    mounts: tuple[m.MountFacts, ...]
+    namespaces: Mapping[str, int]
+    mapped_files: tuple[m.MappedFile, ...]
+    pipes: tuple[m.FdFacts, ...]
+
+
+def describe(process: Process, checked: Preflight) -> Description:
+    """Look at the worker once more before it is dumped, for what the images do not say or say too late."""
+    pid = process.pid
+    status = procfs.read_status(pid)
+    return Description(
+        process=m.ProcessFacts(
+            pid=pid,
+            start_ticks=process.key.start_ticks,
+            comm=procfs.read_stat(pid).comm,
+            cmdline=tuple(procfs.cmdline(pid)),
+            exe=procfs.exe(pid) or "",
+            cwd=procfs.cwd(pid) or "",
+            uids=status.uids,
+            gids=status.gids,
+            groups=status.groups,
+            cap_eff=status.cap_eff,
+            no_new_privs=status.no_new_privs,
+            seccomp_mode=status.seccomp_mode,
+        ),
+        comms={task.pid: task.stat.comm for task in checked.facts.tasks},
+        mounts=tuple(
+            m.MountFacts(
+                mount_point=mount.mount_point,
+                fs_type=mount.fs_type,
+                source=mount.source,
+                root=mount.root,
+                options=mount.options,
+            )
+            for mount in mounts.mounts(pid)
+        ),
+        namespaces=procfs.namespaces(pid),
+        mapped_files=tuple(_mapped_files(checked)),
+        pipes=tuple(
+            m.FdFacts(
+                pid=owner, fd=fd, target=target, kind="pipe", access="read" if access == "r" else "write"
+            )
+            for owner, fd, target, access in checked.facts.outside_pipes
+        ),
+    )
+
+
+def _mapped_files(checked: Preflight) -> Iterable[m.MappedFile]:
+    """List the files that the image will refer to by path, and whether CRIU will insist on their size."""
+    checked_sizes: dict[str, bool] = {}
+    for task in checked.facts.tasks:
+        with contextlib.suppress(ProcessLookupError):
+            for mapping in procfs.maps(task.pid):
+                if mapping.inode and not mapping.deleted:
+                    checked_sizes[mapping.path] = True
+    for _, fd in checked.facts.descriptors():
+        if st.S_ISREG(fd.mode) and fd.nlink:
+            written = fd.flags & os.O_ACCMODE != os.O_RDONLY
+            loose = written and (fd.fd < STDIO or bool(fd.flags & os.O_APPEND and not fd.flags & os.O_RDWR))
+            checked_sizes.setdefault(fd.target, not loose)
+    found = 0
+    for path, size_checked in sorted(checked_sizes.items()):
+        if path.startswith(KERNEL_FILES) and not path.startswith(SHARED_MEMORY):
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            stat = os.stat(path)  # noqa: PTH116 - one call a file, there may be thousands
+            if found < MAX_MAPPED_FILES:
+                found += 1
+                yield m.MappedFile(
+                    path=path,
+                    size=stat.st_size,
+                    mtime_ns=stat.st_mtime_ns,
+                    dev=stat.st_dev,
+                    ino=stat.st_ino,
+                    size_checked=size_checked,
+                )
+
+
+async def finish_images(staging: Staging, settings: Settings, journal: Journal) -> list[m.FileEntry]:
+    """Make the images ours: private modes, stdio that appends, digests, all of it durable.
+
+    Digests read what is still in the page cache while the disk takes in the same bytes, so the two run
+    side by side; their times overlap.
+    """
+    await asyncio.to_thread(_prepare, staging)
+    with staging.artifact() as artifact:
+        names = await asyncio.to_thread(lambda: [path for path, _, _ in entries(artifact)])
+
+        async def hash_all() -> dict[str, tuple[int, str]]:
+            with journal.timed("digest"):
+                return await digest.digest_files(artifact, names, settings.store.workers)
+
+        async def sync_all() -> None:
+            with journal.timed("fsync"):
+                await asyncio.to_thread(safefs.sync_tree, artifact)
+
+        digests, _ = await asyncio.gather(hash_all(), sync_all())
+    return [
+        m.FileEntry(path=path, size=size, digest=value) for path, (size, value) in sorted(digests.items())
+    ]
+
+
+def _prepare(staging: Staging) -> None:
+    with staging.artifact() as artifact:
+        with artifact.subdir("images") as images:
+            append_stdio(images)
+        safefs.chmod_tree(artifact)
+
+
+def build_manifest(
+    staging: Staging,
+    settings: Settings,
+    *,
+    id_: CheckpointId,
+    contract: Contract,
+    checked: Preflight,
+    seen: Description,
+    criu: Criu,
+    argv: Iterable[str],
+    files: list[m.FileEntry],
+    phases: Mapping[str, float],
+) -> m.Manifest:
+    """Put the manifest together. Reads the process tree from the images: the one that was frozen."""
+    uname = os.uname()
+    return m.Manifest(
+        id=id_,
+        uuid=staging.uuid,
+        created_at=datetime.fromtimestamp(time.time(), UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z"),
+        node=settings.node,
+        kernel=uname.release,
+        boot_id=procfs.boot_id(),
+        machine=uname.machine,
+        cpu_features=tuple(cpu_features()),
+        criu=m.CriuFacts(version=criu.version, options=_options(argv, criu, staging.path)),
+        process=seen.process,
+        tree=tuple(_task(task, seen.comms) for task in read_pstree(staging.images)),
+        shell_job=checked.shell_job,
+        tcp=checked.tcp,
+        leave=settings.checkpoint.leave,
+        contract=m.ContractFacts(
+            era=contract.era,
+            signal_file=contract.signal_file,
+            ready_file=contract.ready_file,
+            restore_marker=contract.restore_marker,
+        ),
+        mounts=seen.mounts,
+        namespaces=dict(seen.namespaces),
+        fds=seen.pipes,
+        mapped_files=seen.mapped_files,
+        files=tuple(files),
+        total_bytes=sum(entry.size for entry in files),
+        phases=dict(phases),
+    )
+
+
+def _task(task: ImageTask, comms: Mapping[int, str]) -> m.TaskFacts:
+    return m.TaskFacts(
+        pid=task.pid,
+        ppid=task.ppid,
+        pgid=task.pgid,
+        sid=task.sid,
+        threads=task.threads,
+        comm=comms.get(task.pid, ""),
+    )
+
+
+def _options(argv: Iterable[str], criu: Criu, staging: Path) -> tuple[str, ...]:
+    """Keep the options, not where they pointed: paths are this node's own."""
+    words = list(argv)[len(criu.argv) :]
+    return tuple(word for word in words if not word.startswith(str(staging)))

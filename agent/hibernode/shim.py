@@ -1,0 +1,302 @@
+"""The parent of one restored worker: starts CRIU, watches the worker, knows its exit code.
+
+It runs as its own small process (``python -I -S shim.py DIR``; standard library only) so that a restored
+worker outlives the agent, and so that somebody is its real parent: an exit code that is not waited for
+can only be guessed. ``DIR`` is the restore's own directory; ``spec.json`` in it says what to do,
+``state.json`` what has happened, whole at every instant. A lock on ``DIR/lock`` is held while it lives.
+
+As a child subreaper it inherits what CRIU leaves behind, also the half-restored tree of a CRIU that was
+killed, and ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+GRACE_SECONDS = 5.0
+FIRST_INHERITED_FD = 200
+"""CRIU wants inherited descriptors out of the way of those in the image; it moves its own above these."""
+
+READ_AHEAD_CHUNK = 8 << 20
+LOG_NAME = "restore.log"
+EXISTED = 3
+"""Exit code of the child that found the marker there already; it is then not ours to remove."""
+
+
+def main() -> int:
+    """Run the restore in the directory given, then wait for the worker to end."""
+    directory = sys.argv[1]
+    os.chdir(directory)
+    os.umask(0o077)
+    lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open("spec.json", encoding="utf-8") as file:  # noqa: PTH123 - pathlib costs 10 ms of start-up
+        spec: dict[str, Any] = json.load(file)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    shim = Shim(spec, libc)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, shim.forward)
+    return shim.run()
+
+
+class Shim:
+    """One restore and its worker."""
+
+    def __init__(self, spec: dict[str, Any], libc: ctypes.CDLL) -> None:
+        self.spec = spec
+        self.libc = libc
+        self.root: int | None = None
+        self.worker: dict[str, int] = {}
+        self.marker_written = False
+
+    def run(self) -> int:
+        """Restore, answer on standard output, wait for the end."""
+        self.save(phase="starting")
+        started = time.monotonic()
+        try:
+            self.write_marker()
+            code, timed_out = self.run_criu()
+            if code == 0:
+                self.root = self.read_root()
+        except Exception as error:  # noqa: BLE001 - whatever it was, the agent is told and the tree is ended
+            code, timed_out = None, False
+            failure = f"{type(error).__name__}: {error}"
+        else:
+            failure = ""
+        seconds = time.monotonic() - started
+        if self.root is None:
+            self.end_children()
+            self.remove_marker()
+            self.save(
+                phase="failed", returncode=code, timed_out=timed_out, error=failure, criu_seconds=seconds
+            )
+            self.answer()
+            return 1
+        self.worker = {"pid": self.root, "start_ticks": start_ticks(self.root)}
+        self.save(phase="running", **self.worker, criu_seconds=seconds)
+        self.answer()
+        return self.wait()
+
+    def save(self, **state: Any) -> None:
+        """Replace ``state.json``; the last state stays known to :meth:`answer`."""
+        self.state = {"shim_pid": os.getpid(), "time": time.time(), **state}
+        text = json.dumps(self.state, indent=2) + "\n"
+        fd = os.open("state.json.tmp", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename("state.json.tmp", "state.json")  # noqa: PTH104
+
+    def answer(self) -> None:
+        """Tell whoever started us, if they are still there, and let go of their pipe."""
+        with contextlib.suppress(OSError):
+            os.write(1, (json.dumps(self.state) + "\n").encode())
+        null = os.open("/dev/null", os.O_RDWR)
+        os.dup2(null, 1)
+        os.close(null)
+
+    # the marker ---------------------------------------------------------------------------------------
+
+    def write_marker(self) -> None:
+        """Write the restore marker before the worker runs, with the worker's own rights.
+
+        The path comes from the worker's environment. A process with the worker's user and groups and no
+        capabilities writes it, so it can reach nothing that the worker could not have written itself.
+        """
+        marker = self.spec.get("marker")
+        if marker:
+            code = self.as_worker(marker, write=True)
+            self.marker_written = code == 0
+            if code not in (0, EXISTED):
+                raise RuntimeError(f"cannot write the restore marker {marker['path']!r} as the worker's user")
+
+    def remove_marker(self) -> None:
+        """Take the marker away again after a failed restore."""
+        if self.marker_written:
+            self.as_worker(self.spec["marker"], write=False)
+
+    def as_worker(self, marker: dict[str, Any], *, write: bool) -> int:
+        """Write or remove the marker in a child that has become the worker's user; its exit code."""
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups(marker["groups"])
+                os.setresgid(*[marker["gid"]] * 3)
+                os.setresuid(*[marker["uid"]] * 3)
+                os.umask(0o022)
+                path = marker["path"]
+                if write:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                    fd = os.open(path, flags, 0o644)
+                    os.write(fd, b"restored\n")
+                else:
+                    os.unlink(path)  # noqa: PTH108
+            except FileExistsError:
+                os._exit(EXISTED)
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    # CRIU ---------------------------------------------------------------------------------------------
+
+    def run_criu(self) -> tuple[int, bool]:
+        """Run ``criu restore`` to its end; (return code, whether the deadline fired)."""
+        argv = [*self.spec["criu"], *self.inherited()]
+        fds = [FIRST_INHERITED_FD + index for index in range(len(self.spec["inherit"]))]
+        libc = self.libc
+
+        def child_setup() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+        self.save(phase="criu")
+        with open("criu.out", "wb") as output:  # noqa: PTH123
+            process = subprocess.Popen(  # noqa: S603
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                env=self.spec["env"],
+                pass_fds=fds,
+                preexec_fn=child_setup,  # noqa: PLW1509 - no other thread runs yet
+                process_group=0,
+            )
+        for fd in fds:
+            os.close(fd)
+        if self.spec["read_ahead"]:
+            threading.Thread(target=read_ahead, args=(self.spec["read_ahead"],), daemon=True).start()
+        try:
+            return process.wait(timeout=self.spec["deadline_seconds"]), False
+        except subprocess.TimeoutExpired:
+            self.end_group(process)
+            return process.returncode, True
+
+    @staticmethod
+    def end_group(process: subprocess.Popen[bytes]) -> None:
+        """End CRIU: TERM, a grace, KILL."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def inherited(self) -> list[str]:
+        """Open what takes the place of pipe ends outside the tree, and name it to CRIU."""
+        args: list[str] = []
+        for index, end in enumerate(self.spec["inherit"]):
+            if end["mode"] == "read":
+                fd = os.open("/dev/null", os.O_RDONLY)
+            else:
+                fd = os.open(end["file"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            os.dup2(fd, FIRST_INHERITED_FD + index)
+            os.close(fd)
+            args += ["--inherit-fd", f"fd[{FIRST_INHERITED_FD + index}]:{end['key']}"]
+        return args
+
+    def read_root(self) -> int:
+        """Read the root's pid from CRIU's pid file and check that it is ours and alive."""
+        with open(self.spec["pidfile"], encoding="ascii") as file:  # noqa: PTH123
+            pid = int(file.read(32))
+        fields = stat_fields(pid)
+        if fields[0] == "Z":
+            raise RuntimeError(f"the restored root, pid {pid}, ended at once")
+        if int(fields[1]) != os.getpid():
+            raise RuntimeError(f"the restored root, pid {pid}, is not our child")
+        return pid
+
+    def end_children(self) -> None:
+        """End whatever is left of a restore that failed: a killed CRIU leaves half a tree to us."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            for pid in children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            time.sleep(0.01)
+
+    # afterwards ---------------------------------------------------------------------------------------
+
+    def forward(self, number: int, _frame: object) -> None:
+        """Hand a signal on to the worker."""
+        if self.root is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.root, number)
+
+    def wait(self) -> int:
+        """Reap until nothing is left; the root's end is written down when it happens."""
+        result = 0
+        while True:
+            try:
+                pid, status = os.waitpid(-1, 0)
+            except ChildProcessError:
+                return result
+            if pid == self.root:
+                code = os.waitstatus_to_exitcode(status)
+                result = code if code >= 0 else 128 - code
+                end = {"exit_code": code} if code >= 0 else {"exit_signal": -code}
+                self.save(phase="exited", **self.worker, **end)
+
+
+def children() -> list[int]:
+    """List our own children."""
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:  # noqa: PTH123
+        return [int(pid) for pid in file.read().split()]
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Read /proc/PID/stat from its third field on; the command may hold any character."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+        return file.read().rpartition(")")[2].split()
+
+
+def start_ticks(pid: int) -> int:
+    """Read field 22, the start time in clock ticks since boot."""
+    return int(stat_fields(pid)[19])
+
+
+def read_ahead(paths: list[str]) -> None:
+    """Ask the kernel for the images in the order in which CRIU will read them.
+
+    CRIU reads a page image with one small read after another, so that a disk with deep queues idles
+    between them. This only asks; it copies nothing and holds no memory beyond the page cache.
+    """
+    for path in paths:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            size = os.fstat(fd).st_size
+            for offset in range(0, size, READ_AHEAD_CHUNK):
+                os.posix_fadvise(fd, offset, READ_AHEAD_CHUNK, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What outlives the agent on this node, beside the store: attempts, logs of failed dumps, restores.
+
+``<state_dir>`` (0700, root) holds ``attempts/<id>.json``, ``logs/<id>.dump.log`` and
+``restores/<id>.<uuid>/``. Everything in it is written by the agent alone; what cannot be parsed is
+treated as absent and said in the log, for a damaged note must not stop the work.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from hibernode.errors import RefusedError
+from hibernode.host.safefs import Dir
+from hibernode.workload import CheckpointId
+
+log = logging.getLogger("hibernode.state")
+
+MAX_NOTE_BYTES: Final = 1 << 20
+MAX_LOG_BYTES: Final = 4 << 20
+"""A CRIU log at level 4 grows with the tree; the causes are at its end and its start is kept by CRIU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """Failed starts of one id inside the window."""
+
+    count: int
+    last_reason: str
+    last_time: float
+
+
+def read_json(directory: Dir, name: str) -> dict[str, Any] | None:
+    """Read one of our own notes; None when it is absent or damaged."""
+    try:
+        data = json.loads(directory.read(name, MAX_NOTE_BYTES).data)
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError, RefusedError) as error:
+        log.warning("%s/%s is damaged and is ignored: %s", directory.path, name, error)
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def write_json(directory: Dir, name: str, data: dict[str, Any], *, sync: bool = True) -> None:
+    """Write one of our own notes, whole at every instant."""
+    text = json.dumps(data, indent=2, sort_keys=True) + "\n"
+    directory.write_atomic(name, text.encode(), 0o600, sync=sync)
+
+
+class StateDir:
+    """The agent's own directory on this node."""
+
+    def __init__(self, root: Dir) -> None:
+        self.root = root
+        self.attempts_dir = root.subdir("attempts", create=True)
+        self.logs_dir = root.subdir("logs", create=True)
+        self.restores_dir = root.subdir("restores", create=True)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open the directory, making it if it is absent."""
+        return cls(Dir.open(path, create=True, mode=0o700))
+
+    def close(self) -> None:
+        """Close the directory descriptors."""
+        for directory in (self.attempts_dir, self.logs_dir, self.restores_dir, self.root):
+            directory.close()
+
+    # attempts -----------------------------------------------------------------------------------------
+
+    def attempts(self, name: str, window: float) -> Attempts:
+        """Count the attempts on ``name`` (an id, or ``<id>.restore``) that ended badly, or never ended, within ``window`` seconds."""
+        note = read_json(self.attempts_dir, f"{name}.json") or {}
+        horizon = time.time() - window
+        kept = [
+            entry
+            for entry in note.get("attempts", [])
+            if isinstance(entry, dict)
+            and isinstance(entry.get("time"), (int, float))
+            and entry["time"] >= horizon
+        ]
+        if not kept:
+            return Attempts(0, "", 0.0)
+        return Attempts(len(kept), str(kept[-1].get("reason", "")), float(kept[-1]["time"]))
+
+    def attempt_begins(self, name: str) -> None:
+        """Count an attempt before it starts, so that one which kills the agent is counted too."""
+        note = read_json(self.attempts_dir, f"{name}.json") or {}
+        entries = [entry for entry in note.get("attempts", []) if isinstance(entry, dict)][-100:]
+        entries.append({"time": time.time(), "reason": "the agent ended in the middle of it"})
+        write_json(self.attempts_dir, f"{name}.json", {"attempts": entries})
+
+    def attempt_failed(self, name: str, reason: str) -> None:
+        """Give the attempt that has begun its reason."""
+        note = read_json(self.attempts_dir, f"{name}.json") or {}
+        entries = note.get("attempts", [])
+        if entries and isinstance(entries[-1], dict):
+            entries[-1]["reason"] = reason
+            write_json(self.attempts_dir, f"{name}.json", {"attempts": entries})
+
+    def attempt_withdrawn(self, name: str) -> None:
+        """Forget the attempt that has begun: it was refused or cut short before it could do harm."""
+        note = read_json(self.attempts_dir, f"{name}.json") or {}
+        entries = note.get("attempts", [])[:-1]
+        if entries:
+            write_json(self.attempts_dir, f"{name}.json", {"attempts": entries})
+        else:
+            self.attempts_clear(name)
+
+    def attempts_clear(self, name: str) -> bool:
+        """Forget all attempts on ``name``; whether there were any."""
+        had = read_json(self.attempts_dir, f"{name}.json") is not None
+        self.attempts_dir.unlink(f"{name}.json", missing_ok=True)
+        return had
+
+    # logs of failed dumps -----------------------------------------------------------------------------
+
+    def keep_log(self, id_: CheckpointId, operation: str, text: bytes) -> Path:
+        """Keep the log of a failed dump or restore for ``hibernode logs``; returns its path."""
+        name = f"{id_}.{operation}.log"
+        self.logs_dir.write_atomic(name, text[-MAX_LOG_BYTES:], 0o600, sync=False)
+        return self.logs_dir.path / name
+
+    def log_path(self, id_: CheckpointId, operation: str) -> Path | None:
+        """Find the kept log, if there is one."""
+        path = self.logs_dir.path / f"{id_}.{operation}.log"
+        return path if path.is_file() else None

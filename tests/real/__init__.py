@@ -1,0 +1,1 @@
+"""Tests on real processes, real CRIU, real sockets and real files."""

@@ -1,0 +1,1 @@
+"""Tests that need nothing but temporary files and processes of their own."""
