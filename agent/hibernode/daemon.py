@@ -86,7 +86,7 @@ class Agent:
                 jobs=self.queue,
                 events=self.event_log,
                 metrics=self.metrics,
-                look_again=lambda: self._changed(None),
+                look_again=self._changed,
             )
         )
         self._pending: set[str] | None = set()

@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from hibernode.journal import Step
 from hibernode.workload import CheckpointId
 
 log = logging.getLogger("hibernode.jobs")
 
+T = TypeVar("T")
 Key = tuple[str, CheckpointId]
 
 
@@ -55,19 +56,20 @@ class Jobs:
     def __init__(self, concurrency: int, limit: int) -> None:
         self._slots = asyncio.Semaphore(concurrency)
         self._limit = limit
-        self._jobs: dict[Key, tuple[Job, asyncio.Task[None]]] = {}
+        self._jobs: dict[Key, tuple[Job, asyncio.Task[Any]]] = {}
         self._closing = False
 
     def submit(
         self,
         kind: str,
         id_: CheckpointId,
-        work: Callable[[Job], Awaitable[None]],
-        finally_: Callable[[], None] | None = None,
+        work: Callable[[Job], Awaitable[T]],
+        ended: Callable[[T | None], None],
     ) -> bool:
         """Queue ``work``; False when it is there already, the queue is full, or we are stopping.
 
-        ``finally_`` is called once however a queued job ends, also when it is cancelled before it begins.
+        ``ended`` is called once, after the job has left the queue, however it ends: with what ``work``
+        returned, or None when it failed or was cancelled, also before it began.
         """
         key = (kind, id_)
         if self._closing or key in self._jobs or len(self._jobs) >= self._limit:
@@ -75,21 +77,22 @@ class Jobs:
         job = Job(kind, id_)
         task = asyncio.create_task(self._run(job, work), name=f"{kind} {id_}")
         self._jobs[key] = (job, task)
-        task.add_done_callback(lambda _task: self._ended(key, finally_))
+
+        def leave(done: asyncio.Task[T | None]) -> None:
+            self._jobs.pop(key, None)
+            ended(None if done.cancelled() else done.result())
+
+        task.add_done_callback(leave)
         return True
 
-    def _ended(self, key: Key, finally_: Callable[[], None] | None) -> None:
-        self._jobs.pop(key, None)
-        if finally_ is not None:
-            finally_()
-
-    async def _run(self, job: Job, work: Callable[[Job], Awaitable[None]]) -> None:
+    async def _run(self, job: Job, work: Callable[[Job], Awaitable[T]]) -> T | None:
         async with self._slots:
             job.started_at = time.time()
             try:
-                await work(job)
+                return await work(job)
             except Exception:
                 log.exception("%s %s: unexpected failure", job.kind, job.id)
+                return None
 
     def enter(self, kind: str, id_: CheckpointId, step: Step) -> None:
         """Note the step that a running job has entered."""

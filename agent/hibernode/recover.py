@@ -133,5 +133,5 @@ def _answer_restored(signals: SignalDir | None, entry: Restored, body: dict[str,
     if signals is None or not entry.announce:
         return
     with contextlib.suppress(OSError, HibernodeError):
-        signals.answer_restored(entry.id, body)
         signals.clear(entry.id, ERA_A1.restore_suffix)
+        signals.answer_restored(entry.id, body)

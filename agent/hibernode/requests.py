@@ -25,8 +25,8 @@ from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 
 log = logging.getLogger("hibernode.requests")
 
-RETRY_BUSY_SECONDS: Final = 1.0
-"""Another process holds the id; its work takes seconds, so this is soon enough."""
+RETRY_SECONDS: Final = 1.0
+"""Another process holds the id, or the answer could not be written; either takes about this long to pass."""
 
 BATCH: Final = 100
 """After this many requests the loop gets to answer probes and to run jobs."""
@@ -43,7 +43,7 @@ class Parts:
     jobs: Jobs
     events: EventLog
     metrics: Metrics
-    look_again: Callable[[], None]
+    look_again: Callable[[set[str]], None]
 
 
 class Requests:
@@ -85,38 +85,46 @@ class Requests:
         return found
 
     def _queue(self, id_: CheckpointId, located: Located, trigger: Trigger) -> None:
-        if located.process.key in self.restored_keys:
-            located.process.close()
+        process = located.process
+        if process.key in self.restored_keys:
+            process.close()
             return
 
-        async def work(_job: object) -> None:
-            await self._checkpoint(id_, located, trigger)
+        async def work(_job: object) -> Outcome:
+            text = f"pid {process.pid}, triggered by {trigger}"
+            self.parts.events.add("Normal", "CheckpointStarted", id_, text)
+            outcome = await self.parts.checkpointer.run(Request(id_, process, located.contract, trigger))
+            self._say_checkpoint(outcome)
+            return outcome
 
-        # However the job ends, also before it begins, the process is let go of.
-        if not self.parts.jobs.submit("checkpoint", id_, work, located.process.close):
-            located.process.close()
+        def ended(outcome: Outcome | RestoreOutcome | None) -> None:
+            process.close()
+            self._look_again(f"{id_}{ERA_A1.ready_suffix}", outcome)
 
-    async def _checkpoint(self, id_: CheckpointId, located: Located, trigger: Trigger) -> None:
-        text = f"pid {located.process.pid}, triggered by {trigger}"
-        self.parts.events.add("Normal", "CheckpointStarted", id_, text)
-        request = Request(id_, located.process, located.contract, trigger)
-        outcome = await self.parts.checkpointer.run(request)
-        self._say_checkpoint(outcome)
-        await self._again_if_busy(outcome)
+        if not self.parts.jobs.submit("checkpoint", id_, work, ended):
+            process.close()
 
     def _restore(self, request: RestoreFile) -> None:
-        async def work(_job: object) -> None:
+        async def work(_job: object) -> RestoreOutcome:
             self.parts.events.add("Normal", "RestoreStarted", request.id, f"asked by uid {request.uid}")
-            outcome = await self.parts.restorer.run(RestoreRequest(request.id, requester_uid=request.uid))
+            asked = RestoreRequest(request.id, requester_uid=request.uid, identity=request.identity)
+            outcome = await self.parts.restorer.run(asked)
             self._say_restore(outcome)
-            await self._again_if_busy(outcome)
+            return outcome
 
-        self.parts.jobs.submit("restore", request.id, work)
+        def ended(outcome: Outcome | RestoreOutcome | None) -> None:
+            self._look_again(f"{request.id}{ERA_A1.restore_suffix}", outcome)
 
-    async def _again_if_busy(self, outcome: Outcome | RestoreOutcome) -> None:
-        if not outcome.answered and outcome.reason == "Busy":
-            await asyncio.sleep(RETRY_BUSY_SECONDS)
-            self.parts.look_again()
+        self.parts.jobs.submit("restore", request.id, work, ended)
+
+    def _look_again(self, name: str, outcome: Outcome | RestoreOutcome | None) -> None:
+        """Look at the request once more: a new one may have come while the job was still in the queue.
+
+        One that could not be answered (somebody else holds the id, the directory is full) would come
+        back at once, so it has to wait.
+        """
+        delay = 0.0 if outcome is None or outcome.answered else RETRY_SECONDS
+        asyncio.get_running_loop().call_later(delay, self.parts.look_again, {name})
 
     # what is said of it -------------------------------------------------------------------------------
 

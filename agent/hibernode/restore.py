@@ -60,6 +60,7 @@ class RestoreRequest:
     strict: bool = False
     announce: bool = True
     requester_uid: int | None = None
+    identity: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,14 @@ class Restorer:
         finally:
             # Counted is what ends the agent itself; a failure that we live to tell is answered, not retried.
             self.state.attempts_clear(attempt)
-        if state.get("phase") != "running":
+        if state.get("phase") == "exited" and state.get("exit_code") != 0:
+            how = f"exit code {state['exit_code']}" if "exit_code" in state else f"signal {state.get('exit_signal')}"
+            raise CriuError(
+                f"{request.id} was restored and ended at once, {how}",
+                remedy="the worker itself ended: look at its output and at what it needs from outside",
+                reason="WorkerEndedAtOnce",
+            )
+        if state.get("phase") not in ("running", "exited"):
             raise self._restore_failed(work, state)
         return RestoreOutcome(
             request.id,
@@ -332,8 +340,9 @@ class Restorer:
         if self.signals is None or not request.announce:
             return outcome
         try:
+            # The request goes first: once the answer is there, a new request may come under its name.
+            self.signals.clear(request.id, ERA_A1.restore_suffix, request.identity)
             self.signals.answer_restored(request.id, answer(outcome))
-            self.signals.clear(request.id, ERA_A1.restore_suffix)
         except (OSError, HibernodeError) as error:
             log.error("%s: cannot answer the restore request: %s", request.id, error)  # noqa: TRY400
             return dataclasses.replace(outcome, answered=False)

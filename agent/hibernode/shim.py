@@ -88,6 +88,9 @@ class Shim:
             return 1
         self.worker = {"pid": self.root, "start_ticks": start_ticks(self.root)}
         self.save(phase="running", **self.worker, criu_seconds=seconds)
+        pid, status = os.waitpid(self.root, os.WNOHANG)
+        if pid:
+            self.ended(status)
         self.answer()
         return self.wait()
 
@@ -213,13 +216,10 @@ class Shim:
         return args
 
     def read_root(self) -> int:
-        """Read the root's pid from CRIU's pid file and check that it is ours and alive."""
+        """Read the root's pid from CRIU's pid file and check that it is ours; it may have ended already."""
         with open(self.spec["pidfile"], encoding="ascii") as file:  # noqa: PTH123
             pid = int(file.read(32))
-        fields = stat_fields(pid)
-        if fields[0] == "Z":
-            raise RuntimeError(f"the restored root, pid {pid}, ended at once")
-        if int(fields[1]) != os.getpid():
+        if int(stat_fields(pid)[1]) != os.getpid():
             raise RuntimeError(f"the restored root, pid {pid}, is not our child")
         return pid
 
@@ -247,17 +247,20 @@ class Shim:
 
     def wait(self) -> int:
         """Reap until nothing is left; the root's end is written down when it happens."""
-        result = 0
         while True:
             try:
                 pid, status = os.waitpid(-1, 0)
             except ChildProcessError:
-                return result
+                return 0
             if pid == self.root:
-                code = os.waitstatus_to_exitcode(status)
-                result = code if code >= 0 else 128 - code
-                end = {"exit_code": code} if code >= 0 else {"exit_signal": -code}
-                self.save(phase="exited", **self.worker, **end)
+                self.ended(status)
+
+    def ended(self, status: int) -> None:
+        """Write down how the worker ended."""
+        code = os.waitstatus_to_exitcode(status)
+        end = {"exit_code": code} if code >= 0 else {"exit_signal": -code}
+        self.save(phase="exited", **self.worker, **end)
+        self.root = None
 
 
 def children() -> list[int]:

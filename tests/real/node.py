@@ -18,7 +18,7 @@ from typing import Any
 
 HIBERNODE = Path(sys.executable).with_name("hibernode")
 WORKER = Path(__file__).with_name("worker.py")
-GENEROUS_SECONDS = 60.0
+GENEROUS_SECONDS = 30.0
 """These machines are noisy; nothing here waits this long unless it is broken."""
 
 
@@ -175,6 +175,21 @@ class Node:
         """Wait for the answer to a restore request."""
         answer: dict[str, Any] = until("restored file", lambda: read_json(self.signals / f"{id_}.restored"))
         return answer
+
+    def pids_free(self, id_: str) -> None:
+        """Wait until no task of a dumped tree is left, zombies included."""
+        tree = (read_json(self.store / id_ / "manifest.json") or {})["tree"]
+        until("free pids", lambda: not any(state_letter(task["pid"]) for task in tree))
+
+    def forget(self, id_: str) -> None:
+        """Remove a request and its answer, as a new worker does before it starts."""
+        for suffix in (".ready", ".done"):
+            (self.signals / f"{id_}{suffix}").unlink(missing_ok=True)
+
+    def restored_phase(self, id_: str, phase: str = "running") -> bool:
+        """Whether a restore of ``id_`` has come to ``phase``."""
+        states = (read_json(path) for path in (self.state / "restores").glob(f"{id_}.*/state.json"))
+        return any(state is not None and state["phase"] == phase for state in states)
 
     def ask_restore(self, id_: str) -> dict[str, Any]:
         """Ask for a restore through the signal directory and wait for the answer."""

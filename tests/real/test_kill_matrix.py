@@ -21,7 +21,7 @@ pytestmark = pytest.mark.criu
 
 DUMP_STEPS = ["locate", "preflight", "quiesce-gpu", "dump", "rootfs", "seal", "publish", "announce"]
 RESTORE_STEPS = ["verify", "compatibility", "prepare", "restore", "announce"]
-DUMP_MOMENTS = {"freezing": "Collecting", "in the pages": "Dumping pages", "at the end": "Writing stats"}
+DUMP_MOMENTS = {"freezing": "Collecting", "in the pages": "Dumping pages", "between two processes": "Dumping core"}
 RESTORE_MOMENTS = {
     "at the start": "Reading image tree",
     "forking": "Forking task",
@@ -74,12 +74,14 @@ def dumped_in_the_end(node: Node, worker: Worker) -> None:
     assert node.done(worker.id)["success"] is True, node.tail()
     assert worker.process.wait(timeout=30) == 0
     assert node.final_name(worker.id) == "whole"
+    node.pids_free(worker.id)
 
 
 @pytest.mark.parametrize("step", DUMP_STEPS)
 def test_the_agent_is_killed_in_a_dump(node: Node, step: str) -> None:
     """FC-26: after a restart the dump is finished or made again, and the worker has never been harmed."""
     agent = node.start_agent(wait=False, FAULT=f"kill@checkpoint.{step}")
+    until("signal directory", node.signals.is_dir)
     worker = node.start_worker("--children", 1)
     assert agent.wait(timeout=60) == -signal.SIGKILL
     until("worker that runs", lambda: settled(worker) or worker.process.poll() is not None)
@@ -129,7 +131,7 @@ def test_criu_is_killed_in_a_dump(node: Node, moment: str) -> None:
     assert worker.process.wait(timeout=30) == 3
     assert node.final_name(worker.id) == "absent"
     assert node.run("restore", worker.id, check=1).stderr
-    (node.signals / f"{worker.id}.ready").unlink()
+    node.forget(worker.id)
     dumped_in_the_end(node, node.start_worker(id_=worker.id))
     TABLE.append((f"CRIU, dump, {moment}", "worker ran on and was told, nothing published", "ok"))
 
@@ -143,6 +145,7 @@ def test_criu_is_killed_in_a_restore(node: Node, moment: str) -> None:
     dumped_in_the_end(node, worker)
     first = node.ask_restore(worker.id)
     assert first["success"] is False, first
+    assert (node.base / "killed-once").exists(), first
     until("pid that is free", lambda: not state_letter(worker.pid))
     marker = node.base / f"{worker.id}.restored-marker"
     assert not marker.exists()

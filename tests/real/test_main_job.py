@@ -104,7 +104,7 @@ def test_an_id_that_is_in_the_store_is_answered_without_a_dump(node: Node) -> No
     worker = node.start_worker()
     freeze(node, worker)
     made = (node.store / worker.id / "manifest.json").stat().st_mtime_ns
-    (node.signals / f"{worker.id}.ready").unlink()
+    node.forget(worker.id)
     freeze(node, node.start_worker(id_=worker.id))
     assert (node.store / worker.id / "manifest.json").stat().st_mtime_ns == made
 
@@ -186,7 +186,7 @@ def test_the_exit_code_of_a_restored_worker_is_its_own(node: Node) -> None:
         waiting = subprocess.Popen(
             [HIBERNODE, "restore", id_, "--wait"], env=node.env(), stdout=subprocess.DEVNULL
         )
-        until("restored copy", partial(state_letter, process.pid))
+        until("restored copy", partial(node.restored_phase, id_))
         (node.base / "go").touch()
         assert waiting.wait(timeout=30) == expected
         (node.base / "go").unlink()

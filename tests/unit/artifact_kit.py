@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from hibernode.artifact.layout import entries
 from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.store import Artifact, Staging, Store
 from hibernode.workload import CheckpointId
@@ -121,16 +119,3 @@ def put(
         artifact = store.publish(staging, id_)
         store.discard(staging)
     return artifact
-
-
-def tree(top: Path) -> dict[str, bytes]:
-    """Read all files below ``top``."""
-    with Store(top.parent).open(), open_dir(top) as directory:
-        return {path: (top / path).read_bytes() for path, _, _ in entries(directory)}
-
-
-def open_dir(path: Path):
-    """Open a directory."""
-    from hibernode.host.safefs import Dir
-
-    return Dir.open(path)

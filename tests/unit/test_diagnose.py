@@ -1,12 +1,14 @@
 """From CRIU's log to a cause. The lines are real ones of CRIU 4.2.1, from logs or from its source."""
 
+# ruff: noqa: E501 - the lines of a log stay whole
+
 import os
-import time
 
 import pytest
 
 from hibernode.criu.causes import KNOWN
 from hibernode.criu.diagnose import HEAD_BYTES, MAX_RAW, TAIL_BYTES, diagnose, find_known, read_log
+from hibernode.criu.known import Operation
 from hibernode.errors import RefusedError
 
 NOISE = """\
@@ -99,14 +101,12 @@ DUMP = [
     (
         "MountPropagation",
         "82 ./data",
-        "Error (criu/mount.c:1093): mnt: Mount 82 ./data (master_id: 3 shared_id: 0) has unreachable sharing. "
-        "Try --enable-external-masters.",
+        "Error (criu/mount.c:1093): mnt: Mount 82 ./data (master_id: 3 shared_id: 0) has unreachable sharing. Try --enable-external-masters.",
     ),
     (
         "Overmounted",
         "/data/x",
-        "Error (criu/files-reg.c:1796): Open files on overmounted mounts are not supported yet; mount=30 fd=4 "
-        "path=/data/x",
+        "Error (criu/files-reg.c:1796): Open files on overmounted mounts are not supported yet; mount=30 fd=4 path=/data/x",
     ),
     (
         "MountUnsupported",
@@ -320,7 +320,9 @@ BOTH = [
         "criu: error while loading shared libraries: libnet.so.9: cannot open shared object file",
     ),
 ]
-SAMPLES = [("dump", *row) for row in DUMP + BOTH] + [("restore", *row) for row in RESTORE + BOTH]
+SAMPLES: list[tuple[Operation, str, str, str]] = [("dump", *row) for row in DUMP + BOTH] + [
+    ("restore", *row) for row in RESTORE + BOTH
+]
 
 
 def logged(line: str, operation: str) -> str:
@@ -508,11 +510,9 @@ def test_many_error_lines_are_bounded():
     ],
 )
 def test_binary_junk_is_survived(tmp_path, junk):
-    """Whatever the bytes are, an answer comes, soon, and can be printed."""
+    """Whatever the bytes are, an answer comes, and can be printed; a pattern that backtracks would hang here."""
     (tmp_path / "dump.log").write_bytes(junk)
-    started = time.process_time()
     found = diagnose(read_log(tmp_path / "dump.log"), 1, "dump")
-    assert time.process_time() - started < 30  # a pattern that backtracks would take for ever
     assert all(line.isprintable() for line in found.raw)
 
 

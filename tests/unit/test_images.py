@@ -3,7 +3,6 @@
 import contextlib
 import os
 import struct
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -133,7 +132,7 @@ def test_a_damaged_tree_is_refused_by_name(read, data):
         pytest.param(lambda path: path.symlink_to("/dev/zero"), id="a link"),
         pytest.param(os.mkfifo, id="a FIFO"),
         pytest.param(lambda path: path.mkdir(), id="a directory"),
-        pytest.param(lambda path: (path.touch(), os.truncate(path, MAX_PSTREE_BYTES + 1)), id="huge"),
+        pytest.param(lambda path: path.write_bytes(bytes(MAX_PSTREE_BYTES + 1)), id="huge"),
     ],
 )
 def test_a_tree_that_is_no_plain_file_is_refused(tmp_path, make):
@@ -180,7 +179,7 @@ def test_no_bytes_raise_anything_but_integrity_error(tmp_path_factory, data):
 
 
 @pytest.fixture
-def images(tmp_path) -> Path:
+def images(tmp_path):
     """Make images of two tasks and a zombie with shared memory and deleted files."""
     files = {
         "pstree.img": image(ROOT, ZOMBIE, task(13, 10, 13, 13, 13)),

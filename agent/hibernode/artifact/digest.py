@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from typing import Final
 
@@ -95,12 +95,12 @@ def digest_all(
     large = sum(size > PIECE_BYTES for size, _ in sizes)
     threads = max(1, workers // min(lanes, large)) if large else 1
     with ThreadPoolExecutor(lanes, "hash") as hashers, ThreadPoolExecutor(lanes, "read") as readers:
-        jobs = [
-            (name, hashers.submit(_digest_file, directory, name, readers, threads, stop)) for _, name in sizes
-        ]
+        jobs = {
+            hashers.submit(_digest_file, directory, name, readers, threads, stop): name for _, name in sizes
+        }
         try:
-            for name, job in jobs:
-                result[name] = job.result()
+            for job in as_completed(jobs):
+                result[jobs[job]] = job.result()
         finally:
             stop.set()  # after a failure the others need not go on
     result.seconds = time.perf_counter() - start
@@ -110,6 +110,8 @@ def digest_all(
 def _digest_file(
     directory: Dir, name: str, readers: ThreadPoolExecutor, threads: int, stop: threading.Event
 ) -> tuple[int, str]:
+    if stop.is_set():
+        raise InterruptedError("hashing was stopped")
     fd = directory.open_file(name)
     try:
         size = os.fstat(fd).st_size

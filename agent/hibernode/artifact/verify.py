@@ -52,8 +52,6 @@ def check_tree(top: Dir, manifest: Manifest, *, digests: bool, workers: int = 0)
             found[path] = problem
         elif len(extras) < MAX_EXTRAS:
             extras.append(FileVerdict(_printable(path), ok=False, problem=problem))
-        else:
-            break
     problems = {path: found.get(path, "is missing") for path in wanted}
     if digests:
         good = [path for path, problem in problems.items() if not problem]

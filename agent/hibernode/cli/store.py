@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -134,9 +135,7 @@ def verify_command(context: Context, ids: tuple[CheckpointId, ...], output: str,
         start = time.perf_counter()
         with Progress(f"verify {id_}"):
             artifact = store.get(id_, version or None)
-            verdicts = run_async(
-                lambda artifact=artifact: asyncio.to_thread(store.verify, artifact, digests=True)
-            )  # type: ignore[misc]
+            verdicts = run_async(partial(asyncio.to_thread, store.verify, artifact, digests=True))
         seconds = time.perf_counter() - start
         bad = [verdict for verdict in verdicts if not verdict.ok]
         rate = artifact.manifest.total_bytes / seconds / 1e9

@@ -58,12 +58,18 @@ def clean_env() -> dict[str, str]:
     return {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 
-def find_criu(setting: str = "", *, prefix: str = sys.prefix, search: str | None = None) -> Criu:
+def find_criu(
+    setting: str = "",
+    *,
+    prefix: Path = Path(sys.prefix),
+    search: str | None = None,
+    system: Path = SYSTEM_PREFIX,
+) -> Criu:
     """Find the CRIU to run.
 
     That is ``setting`` and nothing else if it is given, else the first usable one of
-    ``prefix``/libexec/criu, ``search`` (PATH when None) and /opt/hibernode/criu. ``criu --version`` runs
-    once for each program, until it changes.
+    ``prefix``/libexec/criu, ``search`` (PATH when None) and ``system``. ``criu --version`` runs once for
+    each program, until it changes.
 
     :raises NotFoundError: there is none.
     :raises RefusedError: it is too old, does not run, or others than root could change it.
@@ -75,7 +81,7 @@ def find_criu(setting: str = "", *, prefix: str = sys.prefix, search: str | None
     problem: HibernodeError = NotFoundError(
         "no criu on this machine", remedy=f"{REMEDY}, or set criu.binary", reason="CriuMissing"
     )
-    for path, top in _candidates(prefix, search):
+    for path, top in _candidates(prefix, search, system):
         try:
             return _usable(path, top)
         except NotFoundError:
@@ -86,16 +92,16 @@ def find_criu(setting: str = "", *, prefix: str = sys.prefix, search: str | None
     raise problem
 
 
-def _candidates(prefix: str, search: str | None) -> Iterator[tuple[Path, Path]]:
+def _candidates(prefix: Path, search: str | None, system: Path) -> Iterator[tuple[Path, Path]]:
     """Yield each place and the directory above which nothing is checked.
 
     Above our own prefix nothing is: whoever could change that could change the Python that runs here.
     """
-    yield Path(prefix, "libexec/criu/bin/criu"), Path(prefix).resolve()
+    yield prefix / "libexec/criu/bin/criu", prefix.resolve()
     on_path = shutil.which("criu", path=search)
     if on_path is not None and on_path.startswith("/"):
         yield Path(on_path), Path("/")
-    yield SYSTEM_PREFIX / "bin/criu", Path("/")
+    yield system / "bin/criu", Path("/")
 
 
 def _usable(path: Path, top: Path) -> Criu:

@@ -228,9 +228,16 @@ class SignalDir:
         with Dir.open(self.path) as directory:
             directory.write_atomic(id_ + self.era.restored_suffix, data, 0o644)
 
-    def clear(self, id_: CheckpointId, suffix: str) -> None:
-        """Remove a request or an answer; a directory in its place is left alone."""
+    def clear(self, id_: CheckpointId, suffix: str, identity: Identity | None = None) -> None:
+        """Remove a request or an answer; a directory in its place is left alone.
+
+        With ``identity`` only that very file: whoever asked may have asked again meanwhile.
+        """
         with contextlib.suppress(FileNotFoundError, RefusedError), Dir.open(self.path) as directory:
+            if identity is not None:
+                stat = directory.stat(id_ + suffix)
+                if (stat.st_dev, stat.st_ino, stat.st_ctime_ns) != identity:
+                    return
             directory.unlink(id_ + suffix, missing_ok=True)
 
 
