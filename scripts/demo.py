@@ -139,7 +139,7 @@ def demo(base: Path, mib: int, keep: contextlib.ExitStack) -> str:
     until("free pid", 10, lambda: gone(worker.pid))
     start = time.monotonic()
     (signals / f"{id_}.restore").touch()
-    until("restored worker", 120, lambda: (signals / f"{id_}.restored").exists())
+    until("restored worker", 120, (signals / f"{id_}.restored").exists)
     restored = read(signals / f"{id_}.restored")
     if restored["success"] is not True:
         raise SystemExit(f"demo failed: {restored.get('error')}")

@@ -52,7 +52,7 @@ def serve(model: Model, port: int) -> None:
     """Answer GET /?q=NUMBER from the model, in threads."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 - the base class's name
+        def do_GET(self) -> None:
             query = parse_qs(urlsplit(self.path).query)
             body = json.dumps({"answer": model.answer(int(query["q"][0])), "pid": os.getpid()}).encode()
             self.send_response(200)

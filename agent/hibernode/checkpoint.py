@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hibernode import seal
-from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.layout import ARTIFACT, Artifact
+from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
 from hibernode.config import Settings
@@ -43,8 +43,8 @@ from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed
 from hibernode.preflight import Preflight, preflight, refuse
 from hibernode.state import StateDir
-from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 from hibernode.worker import WorkerState, note_states, settle, worker_state
+from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 
 log = logging.getLogger("hibernode.checkpoint")
 
@@ -170,7 +170,7 @@ class Checkpointer:
             self.state.attempt_begins(request.id)
             try:
                 await self._run_steps(work)
-            except BaseException as error:  # noqa: BLE001 - cancelled or failed, the worker is put back first
+            except BaseException as error:
                 outcome = await self._undo(work, error)
                 if outcome is None:
                     self.store.discard(staging)
@@ -210,7 +210,7 @@ class Checkpointer:
     # the steps ----------------------------------------------------------------------------------------
 
     async def _locate(self, work: Work) -> None:
-        """The process is held by its pidfd; here only that it is still there."""
+        """See that the process, which is held by its pidfd, is still there."""
         if not work.request.process.alive():
             raise RefusedError(
                 f"pid {work.request.process.pid} ended before it could be dumped",
@@ -277,7 +277,7 @@ class Checkpointer:
         with work.staging.artifact() as artifact:
             artifact.write_atomic(ERA_A1.done_in_artifact, done, 0o600, sync=False)
         files = await seal.finish_images(work.staging, self.settings, work.journal)
-        # The seal's own time is not over when the manifest is written: it is what its parts have taken so far.
+        # The seal is not over when the manifest is written: its time there is what it has taken so far.
         phases = {"seal": work.journal.running(Step.SEAL), **work.journal.phases}
         work.manifest = await asyncio.to_thread(
             seal.build_manifest,
@@ -353,7 +353,7 @@ class Checkpointer:
         before = self.state.attempts(id_, self.settings.checkpoint.attempts_window_seconds)
         if before.count >= limit:
             raise RefusedError(
-                f"{before.count} attempts on {id_} failed (limit {limit}); the last one: {before.last_reason}",
+                f"{before.count} attempts on {id_} failed (limit {limit}); the last: {before.last_reason}",
                 remedy=f"mend the cause ('hibernode logs {id_}'), then 'hibernode retry {id_}'",
                 reason="AttemptsExhausted",
             )

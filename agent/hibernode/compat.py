@@ -17,6 +17,8 @@ from hibernode.artifact.manifest import Manifest
 from hibernode.host import procfs
 from hibernode.workload import Finding, Verdict
 
+PIDS_CHECK: Final = "restore.pids"
+
 SHOWN: Final = 8
 """How many items of a long list a row names."""
 
@@ -31,7 +33,11 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What of this machine the gate compares. ``tasks`` maps each task id in use to its command."""
+    """What of this machine the gate compares.
+
+    ``tasks`` maps each number that cannot be given out as a task id to who has it: a task of that id, or a
+    process whose session or process group has it.
+    """
 
     machine: str
     kernel: str
@@ -54,11 +60,7 @@ def cpu_features() -> list[str]:
 def host_facts(manifest: Manifest, criu_version: str) -> HostFacts:
     """Ask this machine what the gate needs to know about ``manifest``."""
     wanted = {tid for task in manifest.tree for tid in (task.pid, *task.threads)}
-    tasks: dict[int, str] = {}
-    for tid in wanted:
-        comm = _comm(tid)
-        if comm is not None:
-            tasks[tid] = comm
+    tasks = _taken(wanted)
     uname = os.uname()
     return HostFacts(
         machine=uname.machine,
@@ -69,6 +71,20 @@ def host_facts(manifest: Manifest, criu_version: str) -> HostFacts:
         files={entry.path: _file_facts(entry.path) for entry in manifest.mapped_files},
         mem_available_bytes=procfs.mem_available_bytes(),
     )
+
+
+def _taken(wanted: set[int]) -> dict[int, str]:
+    """Find who has the ids: also a session or a group keeps its number from being given out (FC-08)."""
+    taken: dict[int, str] = {}
+    for stat in procfs.all_stats().values():
+        for number, what in ((stat.session, "session"), (stat.pgrp, "group")):
+            if number in wanted and number != stat.pid:
+                taken[number] = f"{what} of pid {stat.pid}, {stat.comm}, state {stat.state}"
+    for tid in wanted:
+        comm = _comm(tid)
+        if comm is not None:
+            taken[tid] = comm
+    return taken
 
 
 def _comm(tid: int) -> str | None:
@@ -210,7 +226,7 @@ def _files(manifest: Manifest, host: HostFacts) -> list[Finding]:
                 Verdict.WARN,
                 "files unchanged since the dump",
                 f"changed, same size: {_some(touched)}",
-                "a library replaced by another build of the same size crashes the worker; make sure it is the same",
+                "another build of a library crashes the worker: make sure that it is the same",
             )
         )
     return rows
@@ -225,9 +241,9 @@ def _pids(manifest: Manifest, host: HostFacts) -> Finding:
     wanted = sorted({tid for task in manifest.tree for tid in (task.pid, *task.threads)})
     clashes = [f"{tid} ({host.tasks[tid]})" for tid in wanted if tid in host.tasks]
     if not clashes:
-        return _row("restore.pids", Verdict.OK, f"{len(wanted)} pids free", "free")
+        return _row(PIDS_CHECK, Verdict.OK, f"{len(wanted)} pids free", "free")
     finding = _row(
-        "restore.pids",
+        PIDS_CHECK,
         Verdict.FAIL,
         f"{len(wanted)} pids free",
         f"in use: {_some(clashes)}",

@@ -19,7 +19,7 @@ from hibernode.errors import HibernodeError, RefusedError
 from hibernode.events import EventLog
 from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics
-from hibernode.restore import Restorer, RestoreOutcome, RestoreRequest
+from hibernode.restore import RestoreOutcome, Restorer, RestoreRequest
 from hibernode.restored import Restored
 from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 

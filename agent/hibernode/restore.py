@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import subprocess
 import sys
 import time
 import uuid
@@ -21,10 +22,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hibernode import restored, shim
-from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.layout import Artifact
+from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.store import Store
-from hibernode.compat import compatibility, host_facts
+from hibernode.compat import PIDS_CHECK, compatibility, host_facts
 from hibernode.config import Settings
 from hibernode.criu import diagnose, options
 from hibernode.criu.images import page_files
@@ -42,9 +43,13 @@ from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed
 from hibernode.preflight import refuse
 from hibernode.state import StateDir, read_json, write_json
-from hibernode.workload import ERA_A1, CheckpointId, Finding
+from hibernode.workload import ERA_A1, CheckpointId, Finding, Verdict
 
 log = logging.getLogger("hibernode.restore")
+
+PID_TRIES: Final = 40
+PID_SECONDS: Final = 0.05
+"""Two seconds in all for the pids to become free: a worker that was told to end needs that long at most."""
 
 SHIM_SLACK_SECONDS: Final = 30.0
 """The shim has its own deadline on CRIU; this much later it is taken for dead."""
@@ -158,7 +163,7 @@ class Restorer:
         await self._step(work, Step.COMPATIBILITY)
         with journal.timed("compatibility"):
             criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
-            refuse(await asyncio.to_thread(self._findings, artifact.manifest, criu, request))
+            refuse(await self._settled_findings(artifact.manifest, criu, request))
         await self._step(work, Step.PREPARE)
         with journal.timed("prepare"):
             self._clear_signals(request.id)
@@ -176,7 +181,11 @@ class Restorer:
             # Counted is what ends the agent itself; a failure that we live to tell is answered, not retried.
             self.state.attempts_clear(attempt)
         if state.get("phase") == "exited" and state.get("exit_code") != 0:
-            how = f"exit code {state['exit_code']}" if "exit_code" in state else f"signal {state.get('exit_signal')}"
+            how = (
+                f"exit code {state['exit_code']}"
+                if "exit_code" in state
+                else f"signal {state.get('exit_signal')}"
+            )
             raise CriuError(
                 f"{request.id} was restored and ended at once, {how}",
                 remedy="the worker itself ended: look at its output and at what it needs from outside",
@@ -223,12 +232,23 @@ class Restorer:
             named = "; ".join(f"{verdict.path}: {verdict.problem}" for verdict in bad[:5])
             raise IntegrityError(
                 f"{artifact.manifest.id}: the artifact is not whole: {named}",
-                remedy=f"take the checkpoint again; 'hibernode verify {artifact.manifest.id}' lists every file",
+                remedy=f"take it again; 'hibernode verify {artifact.manifest.id}' lists the files",
             )
 
     def _findings(self, manifest: Manifest, criu: Criu, request: RestoreRequest) -> list[Finding]:
         facts = host_facts(manifest, criu.version)
         return compatibility(manifest, facts, strict=request.strict or self.settings.restore.strict)
+
+    async def _settled_findings(
+        self, manifest: Manifest, criu: Criu, request: RestoreRequest
+    ) -> list[Finding]:
+        """Compare, and give the dumped worker a moment to be gone: who asks at once finds it ending."""
+        for _ in range(PID_TRIES):
+            findings = await asyncio.to_thread(self._findings, manifest, criu, request)
+            if [row.check for row in findings if row.verdict is Verdict.FAIL] != [PIDS_CHECK]:
+                break
+            await asyncio.sleep(PID_SECONDS)
+        return findings
 
     def _check_attempts(self, request: RestoreRequest) -> None:
         """Stop asking again when restores of this id keep ending the agent itself."""
@@ -241,7 +261,7 @@ class Restorer:
         if before.count >= limit:
             raise RefusedError(
                 f"{before.count} restores of {request.id} were cut off (limit {limit})",
-                remedy=f"look at 'hibernode logs --restore {request.id}', then 'hibernode retry {request.id}'",
+                remedy=f"see 'hibernode logs --restore {request.id}', then 'hibernode retry {request.id}'",
                 reason="AttemptsExhausted",
             )
 
@@ -288,28 +308,32 @@ class Restorer:
 
     async def _run_shim(self, work: _Work) -> dict[str, Any]:
         """Start the shim and wait for its answer; it stays when we go."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            shim.__file__,
-            str(work.directory.path),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
+        process = subprocess.Popen(  # noqa: ASYNC220 - it forks and is gone; starting it is all the work
+            [sys.executable, "-I", "-S", shim.__file__, str(work.directory.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
             env=clean_env(),
         )
         assert process.stdout is not None
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
+        )
         limit = self.settings.restore.deadline_seconds + SHIM_SLACK_SECONDS
         try:
             async with asyncio.timeout(limit):
-                line = await process.stdout.readline()
+                line = await reader.readline()
         except BaseException:
             # A restore that nobody waits for any more is undone: the shim ends CRIU's tree with itself.
             await asyncio.shield(asyncio.to_thread(restored.undo, work.directory))
             raise
+        finally:
+            transport.close()
+            process.wait()
         try:
             state = json.loads(line)
         except ValueError:
@@ -403,7 +427,7 @@ def _inherit(manifest: Manifest) -> list[dict[str, str]]:
     ends: dict[str, dict[str, str]] = {}
     for entry in manifest.fds:
         if entry.kind == "pipe" and entry.target not in ends:
-            number = entry.target.strip("pipe:[]")
+            number = entry.target.removeprefix("pipe:[").removesuffix("]")
             name = {1: "stdout", 2: "stderr"}.get(entry.fd, "pipe")
             mode = "read" if entry.access == "read" else "append"
             ends[entry.target] = {"key": entry.target, "mode": mode, "file": f"{name}.{number}.log"}

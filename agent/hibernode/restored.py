@@ -72,9 +72,11 @@ def restores(state: StateDir) -> list[Restored]:
     """List the restores on disk, oldest first."""
     found: list[Restored] = []
     for name in state.restores_dir.names():
-        with contextlib.suppress(OSError, ValueError, RefusedError):
-            with state.restores_dir.subdir(name) as directory:
-                found.append(_read(name, directory))
+        with (
+            contextlib.suppress(OSError, ValueError, HibernodeError),
+            state.restores_dir.subdir(name) as directory,
+        ):
+            found.append(_read(name, directory))
     return sorted(found, key=lambda entry: entry.started_at)
 
 

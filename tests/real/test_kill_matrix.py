@@ -21,7 +21,11 @@ pytestmark = pytest.mark.criu
 
 DUMP_STEPS = ["locate", "preflight", "quiesce-gpu", "dump", "rootfs", "seal", "publish", "announce"]
 RESTORE_STEPS = ["verify", "compatibility", "prepare", "restore", "announce"]
-DUMP_MOMENTS = {"freezing": "Collecting", "in the pages": "Dumping pages", "between two processes": "Dumping core"}
+DUMP_MOMENTS = {
+    "freezing": "Collecting",
+    "in the pages": "Dumping pages",
+    "between two processes": "Dumping core",
+}
 RESTORE_MOMENTS = {
     "at the start": "Reading image tree",
     "forking": "Forking task",
@@ -39,7 +43,7 @@ def _table() -> object:
 
 
 def killer(node: Node, operation: str, needle: str) -> Path:
-    """Write a CRIU that is killed, once, when its log says ``needle``; a real executable around the real one."""
+    """Write a CRIU that is killed, once, when its log says ``needle``: an executable around the real one."""
     criu = " ".join(f"'{word}'" for word in find_criu("").argv)
     once = node.base / "killed-once"
     path = node.base / "criu-that-dies"
@@ -70,7 +74,7 @@ def settled(worker: Worker) -> bool:
 
 
 def dumped_in_the_end(node: Node, worker: Worker) -> None:
-    """The worker got its answer, ended with 0, and the artifact is whole."""
+    """See that the worker got its answer and ended with 0, and that the artifact is whole."""
     assert node.done(worker.id)["success"] is True, node.tail()
     assert worker.process.wait(timeout=30) == 0
     assert node.final_name(worker.id) == "whole"
@@ -105,7 +109,7 @@ def test_the_agent_is_killed_in_a_restore(node: Node, step: str) -> None:
     node.agents[-1].terminate()
     node.agents[-1].wait(timeout=30)
     dying = node.start_agent(wait=False, FAULT=f"kill@restore.{step}")
-    until("agent", lambda: node.socket.exists())
+    until("agent", node.socket.exists)
     (node.signals / f"{worker.id}.restore").touch()
     assert dying.wait(timeout=60) == -signal.SIGKILL
     between = "alive" if state_letter(worker.pid) else "not there"
@@ -159,15 +163,18 @@ def test_the_shim_is_killed_with_the_agent_in_a_restore(node: Node) -> None:
     """Nobody is left who knows of the restore but the disk; the next agent clears up and starts over."""
     stuck = node.base / "criu-that-hangs"
     criu = " ".join(f"'{word}'" for word in find_criu("").argv)
+    once = node.base / "once"
     stuck.write_text(
-        f'#!/bin/bash\nif [ "$1" = restore ] && [ ! -e {node.base}/once ]; then touch {node.base}/once; exec sleep 600; fi\nexec {criu} "$@"\n'
+        "#!/bin/bash\n"
+        f'if [ "$1" = restore ] && [ ! -e {once} ]; then touch {once}; exec sleep 600; fi\n'
+        f'exec {criu} "$@"\n'
     )
     stuck.chmod(0o700)
     agent = node.start_agent(CRIU_BINARY=str(stuck))
     worker = node.start_worker()
     dumped_in_the_end(node, worker)
     (node.signals / f"{worker.id}.restore").touch()
-    until("hanging CRIU", (node.base / "once").exists)
+    until("hanging CRIU", once.exists)
     states = until(
         "shim", lambda: [s for p in (node.state / "restores").glob("*/state.json") if (s := read_json(p))]
     )

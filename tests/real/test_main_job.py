@@ -119,7 +119,7 @@ def test_everything_in_the_store_is_private(node: Node) -> None:
 
 
 def test_an_io_uring_user_is_refused_and_under_the_profile_it_is_dumped_and_restored(node: Node) -> None:
-    """FC-01: without the profile preflight names pid and descriptor; under it the ring is EPERM and all goes well."""
+    """FC-01: without the profile pid and descriptor are named; under it the ring is EPERM, all goes well."""
     node.start_agent()
     bare = node.start_worker("--io-uring")
     answer = node.done(bare.id)
@@ -143,7 +143,7 @@ def test_an_io_uring_user_is_refused_and_under_the_profile_it_is_dumped_and_rest
 def test_a_worker_whose_output_is_a_growing_file_goes_on_by_appending(node: Node, tmp_path: Path) -> None:
     """A log that grew after the dump neither stops the restore nor is written over."""
     log = tmp_path / "out.log"
-    program = "import time\nn = 0\nwhile True:\n    n += 1\n    print('line', n, flush=True)\n    time.sleep(0.02)\n"
+    program = "import itertools, time\nfor n in itertools.count(): print(n, flush=True), time.sleep(0.02)"
     with log.open("w") as out:
         process = subprocess.Popen(
             ["/usr/bin/env", "python3", "-c", program],

@@ -162,7 +162,7 @@ def locate(request: ReadyRequest, index: ClaimIndex, era: Era) -> Located:
         pids = ", ".join(str(claim.key.pid) for claim in sorted(claims, key=lambda claim: claim.key.pid))
         raise RefusedError(
             f"{len(claims)} separate processes claim {request.id}: pids {pids}",
-            remedy="one worker per id: stop the others, or write the pid of the right one into the ready file",
+            remedy="one worker an id: stop the others, or write the right one's pid into the ready file",
             reason="TwoClaimants",
             pids=pids,
         )
@@ -213,28 +213,29 @@ def _fitting(process: Process, request: ReadyRequest) -> Process:
     try:
         status = procfs.read_status(process.pid)
         started = procfs.start_time(process.key.start_ticks)
-        if request.uid not in (status.uids[0], status.uids[1]):
-            raise RefusedError(
-                f"{request.id}: the ready file belongs to uid {request.uid}, pid {process.pid} to uid "
-                f"{status.uids[0]}",
-                remedy="the worker itself must write its ready file",
-                reason="WrongOwner",
-                pid=process.pid,
-            )
-        if started > request.ctime + START_SLACK_SECONDS:
-            raise RefusedError(
-                f"{request.id}: pid {process.pid} started {started - request.ctime:.1f} s after the ready "
-                "file was written, so the file is another worker's",
-                remedy="remove the stale ready file; the worker writes its own when it is warm",
-                reason="StaleReadyFile",
-                pid=process.pid,
-            )
     except ProcessLookupError:
         process.close()
         raise _gone(process.pid, request.id) from None
-    except RefusedError:
+    refusal: RefusedError | None = None
+    if request.uid not in (status.uids[0], status.uids[1]):
+        refusal = RefusedError(
+            f"{request.id}: the ready file belongs to uid {request.uid}, pid {process.pid} to uid "
+            f"{status.uids[0]}",
+            remedy="the worker itself must write its ready file",
+            reason="WrongOwner",
+            pid=process.pid,
+        )
+    elif started > request.ctime + START_SLACK_SECONDS:
+        refusal = RefusedError(
+            f"{request.id}: pid {process.pid} started {started - request.ctime:.1f} s after the ready "
+            "file was written, so the file is another worker's",
+            remedy="remove the stale ready file; the worker writes its own when it is warm",
+            reason="StaleReadyFile",
+            pid=process.pid,
+        )
+    if refusal is not None:
         process.close()
-        raise
+        raise refusal
     return process
 
 

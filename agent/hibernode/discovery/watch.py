@@ -72,7 +72,7 @@ class _Events:
             self._call(self._watcher.named, os.fsdecode(event.name))
 
     def on_watch_deleted(self, wd: WatchDescriptor) -> None:
-        """The directory is gone."""
+        """Take in that the directory is gone."""
         del wd
         self._call(self._watcher.moved)
 
@@ -189,7 +189,7 @@ class DirectoryWatcher:
         return self._identity is not None
 
     def _arm(self) -> None:
-        """Watch what is at the path now. The watch is there before the look that follows, so nothing is missed."""
+        """Watch what is at the path now; the look that follows the watch misses nothing."""
         self._identity = _identity(self.path)
         if self._identity is None:
             self.mode, self.mode_reason = Mode.ABSENT, "the directory does not exist"
