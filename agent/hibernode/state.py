@@ -74,7 +74,7 @@ class StateDir:
     # attempts -----------------------------------------------------------------------------------------
 
     def attempts(self, name: str, window: float) -> Attempts:
-        """Count the attempts on ``name`` (an id, or ``<id>.restore``) that failed in the last ``window`` seconds."""
+        """Count the attempts on ``name`` (an id or ``<id>.restore``) that failed in the last ``window`` s."""
         note = read_json(self.attempts_dir, f"{name}.json") or {}
         horizon = time.time() - window
         kept = [
