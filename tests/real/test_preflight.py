@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.real.node import until
-from tests.real.preflight_cases import CASES, POSTLUDE, PRELUDE, RING, Case
 
 from hibernode.config import CriuSettings, Settings, StoreSettings
 from hibernode.criu.find import Criu, find_criu
@@ -26,6 +24,8 @@ from hibernode.host import procfs
 from hibernode.host.procfs import Process
 from hibernode.preflight import Preflight, gather, host_findings, preflight, refuse
 from hibernode.workload import Finding, Verdict
+from tests.real.node import until
+from tests.real.preflight_cases import CASES, POSTLUDE, PRELUDE, RING, Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -165,9 +165,21 @@ def test_what_is_not_a_plain_file_is_rejected_and_never_followed(
     assert secret.read_text() == '{"pid": 4242}'
 
 
-BAD_NAMES = ["..ready", ".ready", "x.ready", "96429B272576.ready", "96429b27257.ready", "96429b272576.ready.tmp",
-             "９6429b272576.ready", "96429b272576 .ready", "96429b272576\n.ready", "a" * 240 + ".ready",
-             "96429b272576.done", "96429b272576.restored", "96429b272576"]  # fmt: skip
+BAD_NAMES = [
+    "..ready",
+    ".ready",
+    "x.ready",
+    "96429B272576.ready",
+    "96429b27257.ready",
+    "96429b272576.ready.tmp",
+    "９6429b272576.ready",
+    "96429b272576 .ready",
+    "96429b272576\n.ready",
+    "a" * 240 + ".ready",
+    "96429b272576.done",
+    "96429b272576.restored",
+    "96429b272576",
+]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: repr(name[:24]))
