@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -234,12 +232,6 @@ async def test_stopping_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> No
         async with watching(tmp_path):
             pass
     assert len(os.listdir("/proc/self/fd")) <= before
-
-
-def test_the_watch_is_of_no_use_to_the_import_of_the_command() -> None:
-    """Watchdog is imported when a watch begins, not by the module."""
-    code = "import sys; import hibernode.discovery.watch; sys.exit('watchdog' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 async def test_the_real_contract_sees_each_request_once(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ STATX_BASIC_STATS: Final = 0x7FF
 SYS_PIDFD_SEND_SIGNAL: Final = 424
 SYS_PIDFD_OPEN: Final = 434
 SYS_OPENAT2: Final = 437
+SYS_PIDFD_GETFD: Final = 438
 
 OPENAT2_ATTEMPTS: Final = 64
 """openat2 says EAGAIN when a rename elsewhere races with a ``..``; the kernel asks the caller to retry."""
@@ -289,3 +290,31 @@ def pidfd_send_signal(fd: int, signal_number: int) -> None:
     )
     if result != 0:
         raise _error("pidfd_send_signal")
+
+
+def pidfd_getfd(pidfd: int, fd: int) -> int:
+    """Make a duplicate of another process's descriptor, close-on-exec.
+
+    :raises OSError: as pidfd_getfd(2): EBADF when it has no such descriptor, EPERM when we may not trace it.
+    """
+    result: int = _libc.syscall(
+        ctypes.c_long(SYS_PIDFD_GETFD), ctypes.c_int(pidfd), ctypes.c_int(fd), ctypes.c_uint(0)
+    )
+    if result < 0:
+        raise _error("pidfd_getfd", fd)
+    return result
+
+
+M_ARENA_MAX: Final = -8
+"""malloc.h of glibc."""
+
+
+def limit_malloc_arenas() -> None:
+    """Keep glibc from giving each thread an arena of its own; nothing happens with another libc.
+
+    Our threads wait for disks and subprocesses, they do not compete for malloc: arenas of their own only
+    hold memory that was used once.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)
