@@ -45,6 +45,9 @@ WATCH_RESTORED_SECONDS: Final = 0.5
 SETTLE_SECONDS: Final = 0.25
 """A file that may still be written to is looked at again after this time."""
 
+MANY_NAMES: Final = 4096
+"""With more names than this waiting, one look at everything is cheaper, and memory stays bounded."""
+
 DISCOVER_SECONDS: Final = 5.0
 """Period of the look at /proc for workers whose own ready file is to be watched."""
 
@@ -161,7 +164,10 @@ class Agent:
 
     def _changed(self, names: set[str] | None) -> None:
         """Take in what the watcher saw; None means that everything must be looked at."""
-        self._pending = None if names is None or self._pending is None else self._pending | names
+        if names is None or self._pending is None or len(self._pending) > MANY_NAMES:
+            self._pending = None
+        else:
+            self._pending |= names
         self._wake.set()
 
     async def _pump(self) -> None:
