@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
-from hibernode import restored
+from hibernode import links, restored
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
+from hibernode.criu.options import DUMP_LOG
 from hibernode.criu.runner import kill_leftovers
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import HibernodeError, IntegrityError, NotFoundError
+from hibernode.host import netlock
 from hibernode.journal import Step, read_journal
 from hibernode.restored import Phase, Restored
 from hibernode.state import StateDir
-from hibernode.worker import settle_from_note
+from hibernode.worker import noted_worker, settle_from_note
 from hibernode.workload import ERA_A1, CheckpointId
 
 log = logging.getLogger("hibernode.recover")
@@ -45,17 +48,30 @@ class Recovered:
 
 def recover(store: Store, state: StateDir, signals: SignalDir | None) -> Iterator[Recovered]:
     """Deal with every dump and every restore whose agent is gone."""
+    yield from recover_dumps(store, signals)
+    for entry in restored.unfinished(state):
+        yield from _guarded(entry.id, "restore", partial(_restore, state, entry, signals))
+
+
+def recover_dumps(store: Store, signals: SignalDir | None) -> Iterator[Recovered]:
+    """Deal with every dump whose owner is gone; each is held by its lock, so any process may do this."""
     for staging in store.orphans():
         with staging:
-            yield _checkpoint(store, staging, signals)
-    for entry in restored.unfinished(state):
-        yield _restore(state, entry, signals)
+            yield from _guarded(staging.id, "checkpoint", partial(_checkpoint, store, staging, signals))
+
+
+def _guarded(id_: CheckpointId, kind: str, work: Callable[[], Recovered]) -> Iterator[Recovered]:
+    """Go on with the others where one cannot be dealt with: the next agent tries again."""
+    try:
+        yield work()
+    except (OSError, HibernodeError) as error:
+        log.error("%s: the interrupted %s cannot be dealt with: %s", id_, kind, error)  # noqa: TRY400
 
 
 def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None) -> Recovered:
     id_ = staging.id
-    kill_leftovers(staging.uuid)
     journal = read_journal(staging.dir) or {}
+    _end_criu(staging, journal)
     step = str(journal.get("step", ""))
     worker_lives = settle_from_note(journal)
     answers = signals if journal.get("announce", True) else None
@@ -72,17 +88,29 @@ def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None) -> Re
             store.discard(staging)
             return Recovered(id_, "checkpoint", step, Ending.FAILED, error)
     store.discard(staging)
-    if worker_lives:
+    if worker_lives or not step:  # without a step nothing has begun, and who the worker is is not known
         return Recovered(
             id_,
             "checkpoint",
             step,
             Ending.UNDONE,
-            f"{id_}: the worker runs, its request will be taken up again",
+            f"{id_}: {'the worker runs' if worker_lives else 'nothing was begun'}, "
+            "its request will be taken up again",
         )
     error = "WorkerGone: the agent was restarted during the dump and the worker has ended since"
     _answer(answers, id_, error=error)
     return Recovered(id_, "checkpoint", step, Ending.FAILED, error)
+
+
+def _end_criu(staging: Staging, journal: dict[str, Any]) -> None:
+    """Kill what is left of the dump's CRIU; the worker's connections outlive it."""
+    root = noted_worker(journal) if journal.get("tcp") == "established" else None
+    if root is None or journal.get("step") != Step.DUMP:
+        kill_leftovers(staging.uuid)
+        return
+    netlock.hold(root)
+    kill_leftovers(staging.uuid)
+    netlock.heal(root, staging.artifact_path / DUMP_LOG, stopped=set(journal.get("stopped_before") or ()))
 
 
 def _published(store: Store, staging: Staging) -> str | None:
@@ -125,6 +153,7 @@ def _restore(state: StateDir, entry: Restored, signals: SignalDir | None) -> Rec
                 Ending.UNDONE,
                 f"{entry.id}: nothing of the restore is left; it can be asked again",
             )
+        links.take_away_noted(journal.get("links"))
         restored.finish(directory, journal)
     return Recovered(entry.id, "restore", entry.step, ending, message)
 

@@ -73,7 +73,7 @@ def restores(state: StateDir) -> list[Restored]:
     found: list[Restored] = []
     for name in state.restores_dir.names():
         with (
-            contextlib.suppress(OSError, ValueError, HibernodeError),
+            contextlib.suppress(OSError, ValueError, TypeError, HibernodeError),
             state.restores_dir.subdir(name) as directory,
         ):
             found.append(_read(name, directory))
@@ -146,10 +146,11 @@ def undo(directory: Dir) -> None:
     name = directory.path.name
     note = read_json(directory, "state.json") or {}
     shim_pid = int(note.get("shim_pid") or 0)
-    kill_leftovers(name.partition(".")[2])
     deadline = time.monotonic() + END_SECONDS
+    kill_leftovers(name.partition(".")[2])
     while locked(directory) and time.monotonic() < deadline:
         time.sleep(0.02)
+        kill_leftovers(name.partition(".")[2])  # the shim may have been just about to start it
     if shim_pid and locked(directory):
         log.warning("%s: the shim, pid %d, does not end and is killed", name, shim_pid)
         with contextlib.suppress(ProcessLookupError):

@@ -153,7 +153,7 @@ class Shim:
                     os.unlink(path)  # noqa: PTH108
             except FileExistsError:
                 os._exit(EXISTED)
-            except OSError:
+            except BaseException:  # noqa: BLE001 - this child must never go on as a second shim
                 os._exit(1)
             os._exit(0)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -259,10 +259,10 @@ class Shim:
 
     def ended(self, status: int) -> None:
         """Write down how the worker ended."""
+        self.root = None  # first of all: it is reaped, so its pid may be another's from now on
         code = os.waitstatus_to_exitcode(status)
         end = {"exit_code": code} if code >= 0 else {"exit_signal": -code}
         self.save(phase="exited", **self.worker, **end)
-        self.root = None
 
 
 def children() -> list[int]:

@@ -38,12 +38,14 @@ def read_json(directory: Dir, name: str) -> dict[str, Any] | None:
     """Read one of our own notes; None when it is absent or damaged."""
     try:
         data = json.loads(directory.read(name, MAX_NOTE_BYTES).data)
+        if not isinstance(data, dict):
+            raise ValueError("not an object")  # noqa: TRY004, TRY301 - said like any other damage
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError, RefusedError) as error:
         log.warning("%s/%s is damaged and is ignored: %s", directory.path, name, error)
         return None
-    return data if isinstance(data, dict) else None
+    return data
 
 
 def write_json(directory: Dir, name: str, data: dict[str, Any], *, sync: bool = True) -> None:
@@ -73,16 +75,18 @@ class StateDir:
 
     # attempts -----------------------------------------------------------------------------------------
 
+    def _entries(self, name: str) -> list[dict[str, Any]]:
+        """Read the attempts on ``name``, leaving out what is not of our shape."""
+        entries = (read_json(self.attempts_dir, f"{name}.json") or {}).get("attempts")
+        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
     def attempts(self, name: str, window: float) -> Attempts:
         """Count the attempts on ``name`` (an id or ``<id>.restore``) that failed in the last ``window`` s."""
-        note = read_json(self.attempts_dir, f"{name}.json") or {}
         horizon = time.time() - window
         kept = [
             entry
-            for entry in note.get("attempts", [])
-            if isinstance(entry, dict)
-            and isinstance(entry.get("time"), (int, float))
-            and entry["time"] >= horizon
+            for entry in self._entries(name)
+            if isinstance(entry.get("time"), (int, float)) and entry["time"] >= horizon
         ]
         if not kept:
             return Attempts(0, "", 0.0)
@@ -90,23 +94,20 @@ class StateDir:
 
     def attempt_begins(self, name: str) -> None:
         """Count an attempt before it starts, so that one which kills the agent is counted too."""
-        note = read_json(self.attempts_dir, f"{name}.json") or {}
-        entries = [entry for entry in note.get("attempts", []) if isinstance(entry, dict)][-100:]
+        entries = self._entries(name)[-100:]
         entries.append({"time": time.time(), "reason": "the agent ended in the middle of it"})
         write_json(self.attempts_dir, f"{name}.json", {"attempts": entries})
 
     def attempt_failed(self, name: str, reason: str) -> None:
         """Give the attempt that has begun its reason."""
-        note = read_json(self.attempts_dir, f"{name}.json") or {}
-        entries = note.get("attempts", [])
-        if entries and isinstance(entries[-1], dict):
+        entries = self._entries(name)
+        if entries:
             entries[-1]["reason"] = reason
             write_json(self.attempts_dir, f"{name}.json", {"attempts": entries})
 
     def attempt_withdrawn(self, name: str) -> None:
         """Forget the attempt that has begun: it was refused or cut short before it could do harm."""
-        note = read_json(self.attempts_dir, f"{name}.json") or {}
-        entries = note.get("attempts", [])[:-1]
+        entries = self._entries(name)[:-1]
         if entries:
             write_json(self.attempts_dir, f"{name}.json", {"attempts": entries})
         else:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
-from hibernode.errors import IntegrityError
+from hibernode.errors import IntegrityError, RefusedError
 from hibernode.host.safefs import Dir
 
 IMG_COMMON_MAGIC: Final = 0x54564319
@@ -80,7 +80,8 @@ def append_stdio(images: Dir) -> list[int]:
 
 def _appending(field: Field) -> Field:
     number, wire, value = field
-    assert isinstance(value, bytes)
+    if not isinstance(value, bytes):
+        raise IntegrityError("files.img: a regular file's entry is a number")
     fields = _decode(value, "files.img")
     flags = _number(fields, REG_FLAGS)
     if flags & os.O_ACCMODE == os.O_RDONLY:
@@ -90,7 +91,12 @@ def _appending(field: Field) -> Field:
     return (
         number,
         wire,
-        _encode([(item[0], item[1], flags | os.O_APPEND) if item[0] == REG_FLAGS else item for item in kept]),
+        _encode(
+            [
+                (REG_FLAGS, VARINT, flags | os.O_APPEND) if item[:2] == (REG_FLAGS, VARINT) else item
+                for item in kept
+            ]
+        ),
     )
 
 
@@ -99,6 +105,8 @@ def _messages(images: Dir, name: str, magic: int) -> Iterator[list[Field]]:
         data = images.read(name, MAX_IMAGE_BYTES).data
     except FileNotFoundError:
         raise IntegrityError(f"{images.path / name} is missing", remedy="the dump is not whole") from None
+    except RefusedError as error:
+        raise IntegrityError(error.message, remedy=error.remedy) from None
     if data[:8] != struct.pack("<II", IMG_COMMON_MAGIC, magic):
         raise IntegrityError(f"{images.path / name} does not start as a CRIU image of its kind")
     at = 8
