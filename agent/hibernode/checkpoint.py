@@ -11,21 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from hibernode import seal
+from hibernode import links, seal
 from hibernode.artifact.layout import ARTIFACT, Artifact
-from hibernode.artifact.manifest import Manifest
+from hibernode.artifact.manifest import LinkFacts, Manifest
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
 from hibernode.config import Settings
-from hibernode.criu import diagnose, options
+from hibernode.criu import diagnose, moment, options
 from hibernode.criu.runner import Criu, CriuResult, find_criu, run_criu
 from hibernode.discovery.locate import Contract
 from hibernode.discovery.signals import SignalDir, done_payload
@@ -37,18 +40,26 @@ from hibernode.errors import (
     IntegrityError,
     NotFoundError,
     RefusedError,
+    StorageError,
 )
+from hibernode.host import netlock
 from hibernode.host.procfs import Process
 from hibernode.journal import Journal, Step
-from hibernode.outcome import as_ours, criu_failed
+from hibernode.outcome import as_ours, criu_failed, uncut, worker_gone
 from hibernode.preflight import Preflight, preflight, refuse
 from hibernode.state import StateDir
-from hibernode.worker import WorkerState, note_states, settle, worker_state
+from hibernode.worker import STOPPED, WorkerState, note_states, settle, worker_state
 from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 
 log = logging.getLogger("hibernode.checkpoint")
 
 DUMP_LOG: Final = "dump.log"
+
+TERM_SECONDS: Final = 1.0
+"""A CRIU that dumps has no handler for SIGTERM: one that lives on after it will not end by itself."""
+
+FULL_BYTES: Final = 1 << 20
+"""A disk with less than this left is full: CRIU writes its images in pieces that are larger."""
 
 
 class Trigger(StrEnum):
@@ -102,6 +113,7 @@ class Work:
     criu: Criu | None = None
     argv: tuple[str, ...] = ()
     seen: seal.Description | None = None
+    links: tuple[LinkFacts, ...] = ()
     manifest: Manifest | None = None
 
     @property
@@ -164,32 +176,36 @@ class Checkpointer:
         if request.trigger is not Trigger.COMMAND:
             self._check_attempts(request.id)
         with self.store.stage(request.id, min_free_bytes=self.settings.store.min_free_bytes) as staging:
-            before = worker_state(request.process.pid)
-            facts = {**_journal_facts(request, staging), **note_states(before)}
-            work = Work(request, staging, Journal(staging.dir, "checkpoint", facts), before)
-            self.state.attempt_begins(request.id)
             try:
-                await self._run_steps(work)
-            except BaseException as error:
-                outcome = await self._undo(work, error)
-                if outcome is None:
+                return await self._make_in(staging, request, started)
+            finally:
+                with contextlib.suppress(OSError, HibernodeError):
                     self.store.discard(staging)
-                    raise
-            else:
+
+    async def _make_in(self, staging: Staging, request: Request, started: float) -> Outcome:
+        before = worker_state(request.process.pid)
+        facts = {**_journal_facts(request, staging), **note_states(before)}
+        work = Work(request, staging, Journal(staging.dir, "checkpoint", facts), before)
+        self.state.attempt_begins(request.id)
+        try:
+            await self._run_steps(work)
+        except BaseException as error:
+            outcome = await self._undo(work, error)
+            if outcome is None:
+                raise
+        else:
+            outcome = _captured(work)
+        outcome = dataclasses.replace(
+            outcome, seconds=time.perf_counter() - started, phases=dict(work.journal.phases)
+        )
+        # A full or vanished disk must not keep the answer from the worker.
+        with contextlib.suppress(OSError, StorageError):
+            if outcome.success:
                 self.state.attempts_clear(request.id)
-                outcome = _captured(work)
-            outcome = dataclasses.replace(
-                outcome, seconds=time.perf_counter() - started, phases=dict(work.journal.phases)
-            )
-            # A full or vanished disk must not keep the answer from the worker.
-            with contextlib.suppress(OSError):
-                error_text = "" if outcome.success else _sentence(outcome)
-                work.journal.note(success=outcome.success, error=error_text)
-                await work.journal.begin(Step.ANNOUNCE)
-            outcome = self.announce(request, outcome)
-            with contextlib.suppress(OSError):
-                self.store.discard(staging)
-        return outcome
+            error_text = "" if outcome.success else _sentence(outcome)
+            work.journal.note(success=outcome.success, error=error_text)
+            await work.journal.begin(Step.ANNOUNCE)
+        return self.announce(request, outcome)
 
     async def _run_steps(self, work: Work) -> None:
         deadline = self.settings.checkpoint.deadline_seconds
@@ -212,12 +228,7 @@ class Checkpointer:
     async def _locate(self, work: Work) -> None:
         """See that the process, which is held by its pidfd, is still there."""
         if not work.request.process.alive():
-            raise RefusedError(
-                f"pid {work.request.process.pid} ended before it could be dumped",
-                remedy="the worker must stay alive until it reads the signal file",
-                reason="WorkerGone",
-                pid=work.request.process.pid,
-            )
+            raise worker_gone(f"pid {work.request.process.pid} ended before it could be dumped")
 
     async def _preflight(self, work: Work) -> None:
         work.criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
@@ -225,6 +236,7 @@ class Checkpointer:
             preflight, work.request.process, self.settings, work.criu, self.store.path
         )
         refuse(work.preflight.findings)
+        work.journal.note(tcp=work.preflight.tcp)
         work.seen = await asyncio.to_thread(seal.describe, work.request.process, work.preflight)
 
     async def _quiesce_gpu(self, work: Work) -> None:
@@ -239,30 +251,60 @@ class Checkpointer:
             dump_options(self.settings, work.preflight),
             work_dir=work.staging.artifact_path,
         )
+        kept = await asyncio.to_thread(links.keep, work.staging, work.preflight)
+        established = work.preflight.tcp == "established"
         with work.journal.timed("criu"):
-            result = await run_criu(
-                work.criu,
-                args,
-                work_dir=work.staging.path,
-                deadline=self.settings.checkpoint.deadline_seconds,
-                marker=work.staging.uuid,
-            )
+            try:
+                result = await run_criu(
+                    work.criu,
+                    args,
+                    work_dir=work.staging.path,
+                    deadline=self.settings.checkpoint.deadline_seconds,
+                    marker=work.staging.uuid,
+                    on_start=netlock.spare,
+                    before_kill=partial(netlock.hold, work.request.process.pid) if established else None,
+                    safe=partial(moment.is_safe, work.request.process.pid),
+                    grace=TERM_SECONDS,
+                )
+            except asyncio.CancelledError:
+                self._keep_log(work, self._dump_log(work))
+                raise
         work.argv = result.argv
         if result.returncode != 0 or result.timed_out:
             raise self._dump_failed(work, result)
+        work.links = await asyncio.to_thread(
+            links.match, work.staging, kept, leave=self.settings.checkpoint.leave
+        )
 
-    def _dump_failed(self, work: Work, result: CriuResult) -> CriuError:
-        path = work.staging.artifact_path / DUMP_LOG
-        text = diagnose.read_log(path) if path.exists() else ""
-        kept = self.state.keep_log(work.request.id, "dump", (text or result.output).encode(errors="replace"))
-        return criu_failed(
-            text or result.output,
+    def _dump_failed(self, work: Work, result: CriuResult) -> HibernodeError:
+        text = self._dump_log(work) or result.output
+        kept = self._keep_log(work, text)
+        if not work.request.process.alive():
+            return worker_gone(f"pid {work.request.process.pid} ended while it was dumped (log: {kept})")
+        error = criu_failed(
+            text,
             operation="dump",
             returncode=result.returncode,
             timed_out=result.timed_out,
             deadline=self.settings.checkpoint.deadline_seconds,
-            log=str(kept),
+            log=kept,
         )
+        # CRIU cannot write to its log either then, so that nothing may stand there.
+        if error.reason == CriuError.default_reason and self.store.free_bytes() < FULL_BYTES:
+            return as_ours(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.store.path)))
+        return error
+
+    def _dump_log(self, work: Work) -> str:
+        path = work.staging.artifact_path / DUMP_LOG
+        return diagnose.read_log(path) if path.exists() else ""
+
+    def _keep_log(self, work: Work, text: str) -> str:
+        """Keep CRIU's log for ``hibernode logs``; says where, or that there is no room for it."""
+        try:
+            return str(self.state.keep_log(work.request.id, "dump", text.encode(errors="replace")))
+        except (OSError, HibernodeError) as error:
+            log.warning("%s: the log of the dump cannot be kept: %s", work.request.id, error)
+            return "not kept"
 
     async def _rootfs(self, work: Work) -> None:
         """Where a container's upper layer is saved; a process on the host has none."""
@@ -291,28 +333,34 @@ class Checkpointer:
             argv=work.argv,
             files=files,
             phases=phases,
+            links=work.links,
         )
-        await asyncio.to_thread(self.store.seal, work.staging, work.manifest)
+        await uncut(asyncio.to_thread(self.store.seal, work.staging, work.manifest))
 
     async def _publish(self, work: Work) -> None:
-        await asyncio.to_thread(self.store.publish, work.staging, work.request.id)
+        try:
+            await uncut(asyncio.to_thread(self.store.publish, work.staging, work.request.id))
+        except asyncio.CancelledError:
+            if not work.staging.published():
+                raise  # else it came too late: what is published is a success
 
     # endings ------------------------------------------------------------------------------------------
 
     async def _undo(self, work: Work, error: BaseException) -> Outcome | None:
         """Put the worker back as it was and forget the images; None when the run was cancelled."""
-        await asyncio.shield(asyncio.to_thread(settle, work.request.process, work.before))
+        await uncut(asyncio.to_thread(_put_back, work))
         with contextlib.suppress(OSError):
             work.staging.dir.remove_tree(ARTIFACT)
-        if isinstance(error, RefusedError) or not isinstance(error, Exception):
-            self.state.attempt_withdrawn(work.request.id)
+        ours = as_ours(error)
+        with contextlib.suppress(OSError):
+            if isinstance(ours, RefusedError) or not isinstance(error, Exception):
+                self.state.attempt_withdrawn(work.request.id)
+            else:
+                self.state.attempt_failed(work.request.id, ours.reason)
         if not isinstance(error, Exception):
             return None
         if not isinstance(error, (HibernodeError, OSError)):
             log.error("%s: unexpected failure in %s", work.request.id, work.journal.step, exc_info=error)
-        ours = as_ours(error)
-        if not isinstance(ours, RefusedError):
-            self.state.attempt_failed(work.request.id, ours.reason)
         return _failed(work.request, ours, step=str(work.journal.step or ""))
 
     def announce(self, request: Request, outcome: Outcome) -> Outcome:
@@ -357,6 +405,16 @@ class Checkpointer:
                 remedy=f"mend the cause ('hibernode logs {id_}'), then 'hibernode retry {id_}'",
                 reason="AttemptsExhausted",
             )
+
+
+def _put_back(work: Work) -> None:
+    """Bring the worker back to the state it was in, and its connections too if CRIU could not."""
+    kept_alive = work.preflight is not None and work.preflight.tcp == "established"
+    if kept_alive and work.journal.step is Step.DUMP and work.request.process.alive():
+        stopped = {key.pid for key, state in work.before.items() if state.state in STOPPED}
+        log_path = work.staging.artifact_path / DUMP_LOG
+        netlock.heal(work.request.process.pid, log_path, stopped=stopped)
+    settle(work.request.process, work.before)
 
 
 def dump_options(settings: Settings, checked: Preflight) -> options.DumpOptions:

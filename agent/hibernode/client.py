@@ -19,6 +19,9 @@ from hibernode.errors import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+NO_AGENT: Final = "NoAgent"
+"""The reason of an AgentUnreachableError when surely none runs, rather than one that does not answer."""
+
 MAX_ANSWER_BYTES: Final = 16 << 20
 _ERRORS: Final[dict[str, type[HibernodeError]]] = {"2": UsageError, "4": RefusedError, "5": StorageError}
 
@@ -39,8 +42,8 @@ class _Connection(http.client.HTTPConnection):
 class AgentClient:
     """Asks the agent behind ``path``. ``timeout`` is in seconds, for each step of an exchange.
 
-    Every method raises AgentUnreachableError when no agent answers, and the agent's own error, with
-    its exit code, when it answers with one.
+    Every method raises AgentUnreachableError when no agent answers (reason :data:`NO_AGENT` if none runs),
+    and the agent's own error, with its exit code, when it answers with one.
     """
 
     def __init__(self, path: Path, *, timeout: float = 10.0) -> None:
@@ -69,9 +72,12 @@ class AgentClient:
             raise self._unreachable(
                 "is not there",
                 "start the agent with 'hibernode run', or set server.socket to where it listens",
+                NO_AGENT,
             ) from None
         except ConnectionRefusedError:
-            raise self._unreachable("is a dead agent's", "start the agent with 'hibernode run'") from None
+            raise self._unreachable(
+                "is a dead agent's", "start the agent with 'hibernode run'", NO_AGENT
+            ) from None
         except PermissionError:
             raise self._unreachable("may be used by root only", "run the command as root") from None
         except (OSError, http.client.HTTPException) as error:
@@ -100,5 +106,5 @@ class AgentClient:
             )
         return data
 
-    def _unreachable(self, why: str, remedy: str) -> AgentUnreachableError:
-        return AgentUnreachableError(f"no agent: {self._path} {why}", remedy=remedy)
+    def _unreachable(self, why: str, remedy: str, reason: str = "") -> AgentUnreachableError:
+        return AgentUnreachableError(f"no agent: {self._path} {why}", remedy=remedy, reason=reason)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hibernode.errors import UsageError
+from hibernode.text import printable
 from hibernode.workload import ERA_A1
 
 ENV_PREFIX: Final = "HIBERNODE_"
@@ -26,6 +29,11 @@ FAULT_ENV: Final = "HIBERNODE_FAULT"
 
 RESERVED_ENV: Final = frozenset({CONFIG_ENV, FAULT_ENV})
 DEFAULT_FILE: Final = Path("/etc/hibernode/config.yaml")
+_SERVICE_ENV: Final = re.compile(
+    r"HIBERNODE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)",
+    re.ASCII,
+)
+"""What Kubernetes puts into every pod for a Service whose name begins with hibernode; no settings."""
 
 ERA_ENV: Final[Mapping[str, str]] = {
     "NODE_NAME": "node_name",
@@ -36,9 +44,16 @@ ERA_ENV: Final[Mapping[str, str]] = {
 }
 """Names that the eras' own charts set on the agent; weaker than ``HIBERNODE_*``."""
 
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
-_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?")
+_NUMBER: Final = r"([0-9]{1,20}(?:\.[0-9]{1,20})?)"
+_SIZE: Final = re.compile(_NUMBER + r" ?(?:([kKMGT])(i?))?B?")
+_DURATION: Final = re.compile(_NUMBER + r" ?(ms|s|m|h|d)?")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
+_MAX_BYTES: Final = (1 << 63) - 1
+_MAX_SECONDS: Final = 100 * 365.25 * 86400
+"""A century: what is meant as "for ever" still fits every clock and timer."""
+
+_SHOWN: Final = 100
+"""Characters of a bad key or value that an error repeats."""
 
 
 def parse_size(value: object) -> object:
@@ -48,9 +63,8 @@ def parse_size(value: object) -> object:
         if match is None:
             raise ValueError("not a size; write 512MiB, 10GB or a number of bytes")
         number, unit, binary = match.groups()
-        base = 1024 if binary else 1000
-        return int(float(number) * base ** " kMGT".index({"": " ", "K": "k"}.get(unit, unit)))
-    return value
+        return int(Decimal(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))
+    return _no_bool(value)
 
 
 def parse_seconds(value: object) -> object:
@@ -60,22 +74,41 @@ def parse_seconds(value: object) -> object:
         if match is None:
             raise ValueError("not a duration; write 250ms, 90s, 15m, 6h, 7d or a number of seconds")
         return float(match.group(1)) * _SECONDS[match.group(2)]
+    return _no_bool(value)
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        # YAML's yes and on; pydantic would take them for 1.
+        raise ValueError("must be a number")  # noqa: TRY004 - pydantic turns no TypeError into a sentence
     return value
 
 
 def _absolute(value: object) -> object:
-    if isinstance(value, (str, Path)) and not Path(value).is_absolute():
+    if isinstance(value, (str, Path)) and (not Path(value).is_absolute() or "\0" in str(value)):
         raise ValueError("must be an absolute path")
     return value
 
 
-Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0, allow_inf_nan=False)]
+def _absolute_or_empty(value: object) -> object:
+    return value if value == "" else _absolute(value)
+
+
+def _log_level(value: object) -> object:
+    """Take the names of the eras' charts too, in any case."""
+    if isinstance(value, str):
+        return {"trace": "debug", "warn": "warning"}.get(value.lower(), value.lower())
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_bool)]
+Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=_MAX_BYTES)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0, le=_MAX_SECONDS, allow_inf_nan=False)]
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
 
 class StoreSettings(_Section):
@@ -85,7 +118,7 @@ class StoreSettings(_Section):
     min_free_bytes: Bytes = Field(
         1 << 30, description="a dump is refused when less than this would stay free after it"
     )
-    workers: int = Field(0, ge=0, le=64, description="threads that hash files; 0 is one a core, at most 8")
+    workers: Count = Field(0, ge=0, le=64, description="threads that hash files; 0 is one a core, at most 8")
 
 
 class SignalSettings(_Section):
@@ -97,16 +130,16 @@ class SignalSettings(_Section):
     )
     rescan_seconds: Seconds = Field(10.0, gt=0, description="full look at the directory, events or not")
     poll_seconds: Seconds = Field(0.25, gt=0, description="period where inotify cannot work")
-    max_file_bytes: int = Field(65536, ge=256, description="a request file larger than this is refused")
+    max_file_bytes: Count = Field(65536, ge=256, description="a request file larger than this is refused")
 
 
 class CriuSettings(_Section):
     """How CRIU is run."""
 
-    binary: str = Field(
+    binary: Annotated[str, BeforeValidator(_absolute_or_empty)] = Field(
         "", description="absolute path of criu; empty: the one that make setup installed, else PATH"
     )
-    log_level: int = Field(4, ge=0, le=4, description="CRIU's -v")
+    log_level: Count = Field(4, ge=0, le=4, description="CRIU's -v")
     freeze_timeout_seconds: Seconds = Field(
         60.0, description="CRIU's --timeout, which covers freezing; 10 s is its own default"
     )
@@ -122,12 +155,12 @@ class CheckpointSettings(_Section):
     """The dump pipeline."""
 
     deadline_seconds: Seconds = Field(3600.0, gt=0, description="the whole pipeline, from trigger to answer")
-    attempts: int = Field(3, ge=1, le=100, description="dumps that may fail before an id is left alone")
+    attempts: Count = Field(3, ge=1, le=100, description="dumps that may fail before an id is left alone")
     attempts_window_seconds: Seconds = Field(
         3600.0, description="failed attempts older than this are forgotten"
     )
-    concurrency: int = Field(1, ge=1, le=16, description="dumps at one time")
-    queue_limit: int = Field(1000, ge=1, description="requests held in memory; the rest wait as files")
+    concurrency: Count = Field(1, ge=1, le=16, description="dumps at one time")
+    queue_limit: Count = Field(1000, ge=1, description="requests held in memory; the rest wait as files")
     leave: Literal["running", "stopped", "killed"] = Field(
         "running", description="the worker's state after a dump"
     )
@@ -146,7 +179,7 @@ class GcSettings(_Section):
     """Retention. Zero turns a rule off; pinned artifacts are never removed."""
 
     interval_seconds: Seconds = Field(3600.0, description="period of the agent's own gc; 0: never")
-    keep_per_id: int = Field(2, ge=0, description="whole artifacts kept for each id, the newest first")
+    keep_per_id: Count = Field(2, ge=0, description="whole artifacts kept for each id, the newest first")
     max_age_seconds: Seconds = Field(0.0, description="remove artifacts older than this")
     max_total_bytes: Bytes = Field(0, description="remove the oldest until the store is this small")
     min_free_bytes: Bytes = Field(0, description="remove the oldest until this much is free")
@@ -164,7 +197,9 @@ class ServerSettings(_Section):
 class LogSettings(_Section):
     """What the agent prints."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line shown")
+    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_log_level)] = Field(
+        "info", description="least severe line shown"
+    )
     format: Literal["text", "json"] = Field("text", description="text for people, json for collectors")
 
 
@@ -231,42 +266,37 @@ def env_name(key: str) -> str:
     return ENV_PREFIX + key.replace(".", "_").upper()
 
 
-def _flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+SECTIONS: Final = frozenset(key.partition(".")[0] for key in KEYS if "." in key)
+
+
+def _flatten(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        if name in SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", content) for inner, content in value.items())
+        elif name not in SECTIONS or value is not None:  # a section with all its lines commented out
+            yield name, value
 
 
-def _unknown(key: str, where: str) -> UsageError:
+def _unknown(key: str, where: str, known: Iterable[str] = KEYS) -> UsageError:
     import difflib  # noqa: PLC0415 - only for this sentence
 
-    near = difflib.get_close_matches(key, KEYS, n=1)
+    near = difflib.get_close_matches(key[:_SHOWN], list(known), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return UsageError(
-        f"{where}: {key} is not a setting", remedy=f"{hint}'hibernode config show' lists all keys"
+        f"{where}: {_shown(key)} is not a setting", remedy=f"{hint}'hibernode config show' lists all keys"
     )
 
 
-def _read_file(path: Path, *, required: bool) -> dict[str, Any]:
-    import yaml  # noqa: PLC0415 - commands that need no file start without it
+def _shown(key: str) -> str:
+    return printable(key if len(key) <= _SHOWN else f"{key[:_SHOWN]}...", keep="")
 
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if required:
-            raise UsageError(f"{path}: no such settings file") from None
-        return {}
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the settings: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise UsageError(f"{path}: settings must be a mapping of names")
-    return dict(_flatten(data))
+
+def _read_file(path: Path, *, required: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a settings file."""
+    if required or os.path.lexists(path):
+        from hibernode import config_file  # noqa: PLC0415 - commands that need no file start without it
+
+        yield from _flatten(config_file.read(path))
 
 
 def _from_env(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -275,10 +305,10 @@ def _from_env(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         if environ.get(name):
             yield key, environ[name], f"env {name}"
     for name, value in environ.items():
-        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV:
+        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENV or _SERVICE_ENV.fullmatch(name):
             continue
         if name not in by_name:
-            raise _unknown(name, "environment")
+            raise _unknown(name, "environment", by_name)
         yield by_name[name], value, f"env {name}"
 
 
@@ -306,7 +336,9 @@ def load(
             raise _unknown(key, source)
         values[key], sources[key] = value, source
 
-    for key, value in _read_file(path, required=named is not None).items():
+    for key, value in _read_file(path, required=named is not None):
+        if key in sources:
+            raise UsageError(f"file {path}: {_shown(key)} stands there twice", remedy="keep one of the lines")
         put(key, value, f"file {path}")
     for key, value, source in _from_env(environ):
         put(key, value, source)
@@ -321,9 +353,14 @@ def load(
         settings = Settings.model_validate(nested)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+        loc = [str(part) for part in first["loc"]]
+        key = ".".join(loc if loc[0] not in SECTIONS else loc[:2])
+        shown = reprlib.Repr()
+        shown.maxstring = shown.maxother = _SHOWN
+        shown.maxlevel = 1
         raise UsageError(
-            f"{key} = {values.get(key)!r} ({sources.get(key, 'default')}): {first['msg']}",
+            f"{key} = {shown.repr(values.get(key))} ({sources.get(key, 'default')}):"
+            f" {first['msg'].removeprefix('Value error, ')}",
             remedy=f"'hibernode config show' tells what {key} is for",
         ) from error
     return Loaded(settings, sources)

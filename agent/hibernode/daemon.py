@@ -144,8 +144,8 @@ class Agent:
         """Make the signal directory if it can be made, and end what a dead agent was in the middle of."""
         try:
             self.signals.create()
-        except OSError as error:
-            log.warning("%s: cannot be made yet: %s", self.signals.path, error.strerror)
+        except (OSError, HibernodeError) as error:
+            log.warning("%s: cannot be made yet: %s", self.signals.path, error)
         for item in recover.recover(self.store, self.state, self.signals):
             text = f"{item.kind} found at step {item.step or 'none'}, {item.ending}: {item.message}"
             log.warning("%s: %s", item.id, text)

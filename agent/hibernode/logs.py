@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hibernode.config import LogSettings
+from hibernode.text import printable
 
 
 class JsonFormatter(logging.Formatter):
@@ -28,12 +29,16 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; control characters of hostile names never reach the terminal."""
+    """A line for people: a hostile name can neither steer the terminal nor begin a line of its own."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Render one record."""
-        text = super().format(record)
-        return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        """Render the message as one line."""
+        record.message = printable("; ".join(line.strip() for line in record.message.split("\n")))
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - likewise
+        """Render a traceback, which has lines."""
+        return printable(super().formatException(ei), keep="\t\n")
 
 
 def configure(settings: LogSettings) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-from typing import Final
+from collections.abc import Awaitable
+from typing import Final, TypeVar
 
 from hibernode.criu import diagnose
-from hibernode.errors import CriuError, HibernodeError, StorageError
+from hibernode.errors import CriuError, HibernodeError, RefusedError, StorageError
+
+T = TypeVar("T")
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -15,6 +19,8 @@ def as_ours(error: BaseException) -> HibernodeError:
     """Turn any exception into one that carries a reason, a remedy and an exit code."""
     if isinstance(error, HibernodeError):
         return error
+    if isinstance(error, ProcessLookupError):
+        return worker_gone(f"the worker has ended: {error}")
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in NO_SPACE
@@ -28,6 +34,32 @@ def as_ours(error: BaseException) -> HibernodeError:
         reason="InternalError",
         remedy="this is a fault of hibernode itself; its log has the traceback",
     )
+
+
+def worker_gone(message: str) -> RefusedError:
+    """Say that the worker ended before it could be frozen."""
+    return RefusedError(
+        message, remedy="the worker must stay alive until it reads the signal file", reason="WorkerGone"
+    )
+
+
+async def uncut(work: Awaitable[T]) -> T:
+    """Wait for ``work`` to its end; a cancellation on the way is raised then.
+
+    A thread cannot be cancelled: what it does would go on behind whoever undoes it.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # it has been looked at
+        raise cancelled
+    return task.result()
 
 
 def criu_failed(

@@ -82,6 +82,9 @@ class Requests:
                 found.append((request, locate(request, self.index, ERA_A1)))
             except RefusedError as error:
                 self._refuse(request, error)
+            except Exception:
+                # One request that cannot be looked at must not hold up the others.
+                log.exception("%s: its worker cannot be looked for", request.id)
         return found
 
     def _queue(self, id_: CheckpointId, located: Located, trigger: Trigger) -> None:
@@ -138,7 +141,7 @@ class Requests:
         self.parts.metrics.rejected(error.reason)
         self._fail(request.id, "CheckpointFailed", error.reason, error.message)
         if error.reason == "StaleReadyFile":
-            self.parts.signals.clear(request.id, ERA_A1.ready_suffix)
+            self.parts.signals.clear(request.id, ERA_A1.ready_suffix, request.identity)
             return
         text = error.message if not error.remedy else f"{error.message}; {error.remedy}"
         try:

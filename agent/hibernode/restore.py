@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hibernode import restored, shim
+from hibernode import links, restored, shim
 from hibernode.artifact.layout import Artifact
 from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.store import Store
@@ -169,13 +169,14 @@ class Restorer:
             self._clear_signals(request.id)
             spec = self._spec(work, artifact, criu)
             tree = artifact.manifest.tree
+            journal.note(links=[link.model_dump() for link in artifact.manifest.links])
             journal.note(pids=sorted({tid for task in tree for tid in (task.pid, *task.threads)}))
             write_json(work.directory, "spec.json", spec, sync=False)
         await self._step(work, Step.RESTORE)
         attempt = f"{request.id}.restore"
         self.state.attempt_begins(attempt)
         try:
-            with journal.timed("criu"):
+            with links.laid(artifact.manifest.links), journal.timed("criu"):
                 state = await self._run_shim(work)
         finally:
             # Counted is what ends the agent itself; a failure that we live to tell is answered, not retried.

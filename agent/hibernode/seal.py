@@ -166,6 +166,7 @@ def build_manifest(
     argv: Iterable[str],
     files: list[m.FileEntry],
     phases: Mapping[str, float],
+    links: tuple[m.LinkFacts, ...] = (),
 ) -> m.Manifest:
     """Put the manifest together. Reads the process tree from the images: the one that was frozen."""
     uname = os.uname()
@@ -196,6 +197,7 @@ def build_manifest(
         namespaces=dict(seen.namespaces),
         fds=seen.pipes,
         mapped_files=seen.mapped_files,
+        links=links,
         files=tuple(files),
         total_bytes=sum(entry.size for entry in files),
         phases=dict(phases),

@@ -81,6 +81,15 @@ def note_states(states: dict[ProcessKey, WorkerState]) -> dict[str, object]:
     return {"stopped_before": [key.pid for key, state in states.items() if state.state in STOPPED]}
 
 
+def noted_worker(journal: dict[str, Any]) -> int | None:
+    """Return the pid of the worker that a dead agent was dumping, if that very process still lives."""
+    try:
+        with Process.open(int(journal["pid"])) as process:
+            return process.pid if process.key.start_ticks == journal.get("start_ticks") else None
+    except (KeyError, TypeError, ValueError, ProcessLookupError):
+        return None
+
+
 def settle_from_note(journal: dict[str, Any]) -> bool:
     """Put the worker of a dead agent's dump back as it was; whether it still lives."""
     try:

@@ -29,9 +29,9 @@ from hibernode.cli.output import (
     human_bytes,
     human_seconds,
     output_option,
-    printable,
     table,
 )
+from hibernode.text import printable
 from hibernode.workload import CheckpointId, Verdict
 
 HOSTILE = "a\x1b[2J\x07\x9b31m\x7f\u202eb\udc80\n\r"

@@ -171,6 +171,15 @@ class MappedFile(_Part):
     size_checked: bool = True
 
 
+class LinkFacts(_Part):
+    """A file that is open and has lost its name. CRIU asks for it at ``path``; we hold it as ``kept``."""
+
+    path: Text
+    kept: Text
+    dev: Count
+    ino: Count
+
+
 class FileEntry(_Part):
     """A file of the artifact. ``path`` is relative to the artifact, ``size`` in bytes, ``digest`` BLAKE3."""
 
@@ -201,6 +210,7 @@ class Manifest(_Part):
     namespaces: dict[Text, Count] = Field(default_factory=dict)
     fds: Many[FdFacts] = ()
     mapped_files: Many[MappedFile] = ()
+    links: Many[LinkFacts] = ()
     files: Annotated[tuple[FileEntry, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     total_bytes: Count
     phases: dict[Text, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from hibernode.artifact import links
 from hibernode.artifact.layout import (
     ARTIFACT,
     IMAGES,
@@ -243,6 +244,8 @@ def is_stranded(directory: Dir) -> bool:
 def discard(staging: Staging) -> None:
     """Remove what was staged, but never an artifact that it has replaced; the caller holds the id's lock."""
     put_aside(staging)
+    if not staging.published():
+        links.forget_staged(staging.dir, staging.uuid)
     with staging.root.subdir(STAGING) as parent:
         parent.remove_tree(staging.path.name)
 

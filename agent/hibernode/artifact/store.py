@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Final, Self
 
-from hibernode.artifact import listing
+from hibernode.artifact import links, listing
 from hibernode.artifact import staging as steps
 from hibernode.artifact.gc import GcItem, collect
 from hibernode.artifact.layout import (
@@ -354,7 +354,14 @@ class Store:
                 with suppress(FileNotFoundError):
                     old = time.time() - parent.stat(name).st_mtime > NEW_MAX_AGE_SECONDS
                     if name.startswith(TRASH_PREFIX) or (name.startswith(NEW_PREFIX) and old):
-                        parent.remove_tree(name)
+                        self._empty(parent, name)
+
+    @staticmethod
+    def _empty(parent: Dir, name: str) -> None:
+        """Remove what has lost its place in the store, and its links outside."""
+        with suppress(OSError, RefusedError), parent.subdir(name) as top:
+            links.forget_of(top)
+        parent.remove_tree(name)
 
     def _could_go(self, info: ArtifactInfo) -> bool:
         with self._root.subdir(LOCKS) as locks:
@@ -389,5 +396,5 @@ class Store:
                 if not current:
                     with self._root.subdir(PREVIOUS) as previous, suppress(OSError):
                         os.rmdir(info.id, dir_fd=previous.fd)  # if that was the last one
-            staging.remove_tree(trash)
+            self._empty(staging, trash)
         return True

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from hibernode.cli.common import ID
+from hibernode.cli.common import ID, agent_answers
 from hibernode.cli.main import Context
 from hibernode.cli.output import age, emit, human_bytes, human_seconds, output_option, table
 from hibernode.workload import CheckpointId
@@ -25,13 +25,14 @@ def status_command(context: Context, output: str) -> None:
 
 def _status(status: dict[str, Any]) -> str:
     signals, store = status["signals"], status["store"]
+    up = status["uptimeSeconds"]
+    space = f"{human_bytes(store['bytes'])}, {human_bytes(store['freeBytes'])} free"
     lines = [
-        f"agent      {status['version']} on {status['node']}, pid {status['pid']}, up {human_seconds(status['uptimeSeconds'])}",
+        f"agent      {status['version']} on {status['node']}, pid {status['pid']}, up {human_seconds(up)}",
         f"signals    {signals['path']}: {signals['mode']}"
         + (f" ({signals['reason']})" if signals["reason"] else "")
         + f", {signals['rescans']} rescans, {signals['overflows']} overflows",
-        f"store      {store['path']}: {store['artifacts']} checkpoints, {human_bytes(store['bytes'])}, "
-        f"{human_bytes(store['freeBytes'])} free",
+        f"store      {store['path']}: {store['artifacts']} checkpoints, {space}",
         f"criu       {status['criu']}",
         f"queue      {status['queue']['running']} running, {status['queue']['waiting']} waiting",
     ]
@@ -53,25 +54,38 @@ def events_command(context: Context, limit: int, output: str) -> None:
     """Show what the agent did, the newest last; from the disk when no agent runs."""
     from hibernode.events import read_events
 
-    events = read_events(context.load().settings.state_dir, limit)
-    emit(
-        "EventList",
-        {"items": events},
-        output,
-        lambda: table(
-            [(age(e["time"]), e["type"], e["reason"], e["object"], e["message"]) for e in events],
-            ("AGE", "TYPE", "REASON", "ID", "MESSAGE"),
-        ),
-    )
+    state_dir = context.load().settings.state_dir
+    events = read_events(state_dir, limit)
+
+    def render() -> str:
+        rows = [(age(e["time"]), e["type"], e["reason"], e["object"], e["message"]) for e in events]
+        return (
+            table(rows, ("AGE", "TYPE", "REASON", "ID", "MESSAGE")) if rows else f"no events in {state_dir}"
+        )
+
+    emit("EventList", {"items": events}, output, render)
 
 
 @click.command("retry")
 @click.argument("id_", metavar="ID", type=ID)
+@output_option
 @click.pass_obj
-def retry_command(context: Context, id_: CheckpointId) -> None:
-    """Forget the failed attempts on an id, so that its next ready file is taken up again."""
+def retry_command(context: Context, id_: CheckpointId, output: str) -> None:
+    """Forget the failed attempts on an id, so that its next ready file is taken up again.
+
+    The agent is asked if one runs.
+    """
     from hibernode.state import StateDir
 
-    state = StateDir.open(context.load().settings.state_dir)
-    had = state.attempts_clear(id_)
-    click.echo(f"{id_}: {'failed attempts forgotten' if had else 'there were no failed attempts'}")
+    settings = context.load().settings
+    client = agent_answers(settings)
+    if client is not None:
+        had = bool(client.post("/v1/retry", id=id_).get("forgotten"))
+    else:
+        had = StateDir.open(settings.state_dir).attempts_clear(id_)
+    emit(
+        "Retry",
+        {"id": id_, "forgotten": had},
+        output,
+        lambda: f"{id_}: {'failed attempts forgotten' if had else 'there were no failed attempts'}",
+    )

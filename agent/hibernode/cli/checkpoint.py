@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import click
 
 from hibernode.cli.common import (
-    FINDING_HEADERS,
     ID,
     failed,
     finding_data,
-    finding_rows,
+    finding_table,
+    open_process,
     open_signals,
     open_store,
     run_async,
 )
 from hibernode.cli.main import Context
-from hibernode.cli.output import Progress, emit, human_bytes, human_seconds, output_option, table
-from hibernode.errors import HibernodeError, NotFoundError, UsageError
+from hibernode.cli.output import Progress, emit, human_bytes, human_seconds, output_option
+from hibernode.errors import HibernodeError, UsageError
 from hibernode.workload import ERA_A1, CheckpointId
 
 if TYPE_CHECKING:
@@ -59,11 +59,7 @@ def checkpoint_command(
     from hibernode.host import procfs
 
     settings = context.load([("checkpoint.leave", leave)] if leave else []).settings
-    try:
-        process = procfs.Process.open(pid)
-    except ProcessLookupError:
-        raise NotFoundError(f"no process has the pid {pid}", reason="WorkerGone") from None
-    with process:
+    with open_process(pid) as process:
         environ = procfs.environ(pid)
         own = environ.get(ERA_A1.env_hash, "")
         chosen = id_ or (CheckpointId(own) if own else CheckpointId(secrets.token_hex(8)))
@@ -104,7 +100,7 @@ def _dry_run(settings: Settings, process: Process, output: str) -> None:
     }
 
     def render() -> str:
-        rows = table(finding_rows(checked.findings), FINDING_HEADERS)
+        rows = finding_table(checked.findings)
         return f"{rows}\n\nestimated image: {human_bytes(checked.estimate_bytes)}\ncommand: {command}"
 
     emit("CheckpointPlan", data, output, render)
@@ -115,7 +111,7 @@ def _dry_run(settings: Settings, process: Process, output: str) -> None:
 def _run(
     settings: Settings, process: Process, id_: CheckpointId, contract: Contract, output: str, *, replace: bool
 ) -> None:
-    from hibernode.checkpoint import Checkpointer, Outcome, Request, Trigger
+    from hibernode.checkpoint import Checkpointer, Request, Trigger
     from hibernode.state import StateDir
 
     store = open_store(settings)

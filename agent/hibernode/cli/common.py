@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from hibernode.errors import UsageError
+from hibernode.cli.main import Context
+from hibernode.cli.output import table
+from hibernode.errors import AgentUnreachableError, HibernodeError, NotFoundError
 from hibernode.workload import CheckpointId, Finding, Verdict
 
 if TYPE_CHECKING:
     from hibernode.artifact.store import Store
+    from hibernode.client import AgentClient
     from hibernode.config import Settings
     from hibernode.discovery.signals import SignalDir
+    from hibernode.host.procfs import Process
 
 T = TypeVar("T")
+
+AGENT_SECONDS: Final = 600.0
+"""What the agent may take for one answer; removing much of a store takes minutes."""
 
 
 class IdType(click.ParamType[CheckpointId]):
@@ -25,30 +31,27 @@ class IdType(click.ParamType[CheckpointId]):
     name = "id"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> CheckpointId:
-        """Let the text through the gate."""
-        try:
-            return CheckpointId(value)
-        except UsageError as error:
-            self.fail(str(error).replace("\n", ";"), param, ctx)
+        """Let the text through the gate; its own error is the one shown."""
+        del param, ctx
+        return CheckpointId(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
-        """Complete ids that are in the store."""
+        """Complete ids that are in the store; nothing is made, and nothing is said, where there is none."""
         from click.shell_completion import CompletionItem
 
         del param
+        context = Context()
+        context.take(ctx.find_root().params)
         try:
-            root = ctx.find_root()
-            from hibernode.cli.main import Context
-
-            holder = root.obj if isinstance(root.obj, Context) else Context(None, [])
-            infos = open_store(holder.load().settings).artifacts()
-        except Exception:  # noqa: BLE001 - a completion must never print a traceback into the shell
+            settings = context.load().settings
+            if not settings.store.path.is_dir():
+                return []
+            with open_store(settings) as store:
+                infos = store.artifacts()
+        except (HibernodeError, OSError):
             return []
-        return [
-            CompletionItem(info.id)
-            for info in infos
-            if info.state == "complete" and info.id.startswith(incomplete)
-        ]
+        ids = {info.id for info in infos if info.state == "complete" and info.id.startswith(incomplete)}
+        return [CompletionItem(id_) for id_ in sorted(ids)]
 
 
 ID = IdType()
@@ -63,6 +66,38 @@ def open_store(settings: Settings) -> Store:
     return store
 
 
+def agent_answers(settings: Settings) -> AgentClient | None:
+    """Find the agent that runs on this store; None when there is none, or it keeps another store.
+
+    :raises AgentUnreachableError: there is one, and it does not answer.
+    """
+    from hibernode.client import NO_AGENT, AgentClient
+
+    client = AgentClient(settings.server.socket, timeout=AGENT_SECONDS)
+    try:
+        status = client.get("/v1/status")
+    except AgentUnreachableError as error:
+        if error.reason == NO_AGENT:
+            return None
+        raise
+    return client if status.get("store", {}).get("path") == str(settings.store.path) else None
+
+
+def open_process(pid: int) -> Process:
+    """Hold a process by its pid.
+
+    :raises NotFoundError: there is none.
+    """
+    from hibernode.host.procfs import Process
+
+    try:
+        return Process.open(pid)
+    except ProcessLookupError:
+        raise NotFoundError(
+            f"no process has the pid {pid}", remedy="name a running process", reason="WorkerGone"
+        ) from None
+
+
 def open_signals(settings: Settings) -> SignalDir | None:
     """Open the signal directory if there is one; commands never make it."""
     from hibernode.discovery.signals import SignalDir
@@ -72,16 +107,20 @@ def open_signals(settings: Settings) -> SignalDir | None:
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run one coroutine; Ctrl-C cancels it, so that it can undo itself."""
+    import asyncio
+
     with asyncio.Runner() as runner:
         return runner.run(work())
 
 
-def finding_rows(findings: Iterable[Finding]) -> list[tuple[str, str, str, str, str]]:
-    """Lay findings out as table rows."""
-    return [(f.verdict.value, f.check, f.expected, f.found, f.remedy) for f in findings]
-
-
-FINDING_HEADERS = ("VERDICT", "CHECK", "EXPECTED", "FOUND", "REMEDY")
+def finding_table(findings: Iterable[Finding]) -> str:
+    """Lay findings out as a table; what to do stands below the row that it is about."""
+    shown = list(findings)
+    return table(
+        [(f.verdict.value, f.check, f.expected, f.found) for f in shown],
+        ("VERDICT", "CHECK", "EXPECTED", "FOUND"),
+        [[("remedy: ", f.remedy)] if f.remedy else [] for f in shown],
+    )
 
 
 def finding_data(findings: Iterable[Finding]) -> list[dict[str, str]]:

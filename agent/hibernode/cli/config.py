@@ -40,8 +40,10 @@ def show(context: Context, output: str) -> None:
     }
 
     def render() -> str:
-        rows = [(o.key, str(o.value), o.source, o.description) for o in options]
-        return table(rows, ("KEY", "VALUE", "SOURCE", "MEANING"))
+        rows = [
+            (o.key, str(o.value).lower() if isinstance(o.value, bool) else o.value, o.source) for o in options
+        ]
+        return table(rows, ("KEY", "VALUE", "SOURCE"), [[("# ", o.description)] for o in options])
 
     emit("Config", data, output, render)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from hibernode.cli.common import FINDING_HEADERS, failed, finding_data, finding_rows
+from hibernode.cli.common import failed, finding_data, finding_table, open_process
 from hibernode.cli.main import Context
-from hibernode.cli.output import emit, output_option, table
+from hibernode.cli.output import emit, output_option
 from hibernode.errors import HibernodeError
 from hibernode.workload import Finding, Verdict
 
@@ -20,7 +20,6 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     from importlib.resources import files
 
     from hibernode.criu.runner import Criu, find_criu
-    from hibernode.host.procfs import Process
     from hibernode.preflight import host_findings, preflight
 
     settings = context.load().settings
@@ -35,7 +34,7 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     profile = files("hibernode").joinpath("data/block-iouring.json").read_bytes()
     findings += host_findings(settings, criu, shipped_profile=profile)
     if pid is not None:
-        with Process.open(pid) as process:
+        with open_process(pid) as process:
             findings += preflight(process, settings, criu, settings.store.path).findings
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     summary = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
@@ -43,7 +42,7 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
         "Doctor",
         {"findings": finding_data(findings), "summary": {v.value: n for v, n in counts.items()}},
         output,
-        lambda: f"{table(finding_rows(findings), FINDING_HEADERS)}\n\n{summary}",
+        lambda: f"{finding_table(findings)}\n\n{summary}",
     )
     if failed(findings):
         raise click.exceptions.Exit(1)

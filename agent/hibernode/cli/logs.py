@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hibernode.cli.common import ID, open_store
 from hibernode.cli.main import Context
-from hibernode.cli.output import emit, output_option, printable
+from hibernode.cli.output import emit, output_option
 from hibernode.errors import HibernodeError, NotFoundError
 from hibernode.workload import CheckpointId
 
@@ -34,13 +35,14 @@ def _find(settings: Settings, id_: CheckpointId, operation: str) -> Path:
         candidates = [*found, *([kept] if kept else [])]
     else:
         candidates = [kept] if kept else []
-        try:
+        with suppress(HibernodeError):
             candidates.append(open_store(settings).get(id_).path / "dump.log")
-        except HibernodeError:
-            pass
     candidates = [path for path in candidates if path.exists()]
     if not candidates:
-        raise NotFoundError(f"no {operation} log of {id_} on this node")
+        raise NotFoundError(
+            f"no {operation} log of {id_} on this node",
+            remedy="'hibernode list' shows what is there; --restore shows the log of a restore",
+        )
     return max(candidates, key=lambda path: path.stat().st_mtime)
 
 
@@ -54,22 +56,32 @@ def _diagnosis(text: str, operation: str) -> Diagnosis:
 @click.argument("id_", metavar="ID", type=ID)
 @click.option("--restore", "restore_", is_flag=True, help="The log of the last restore, not of the dump.")
 @click.option("--lines", type=click.IntRange(min=0), default=20, help="Last lines to show; 0: all.")
+@output_option
 @click.pass_obj
-def logs_command(context: Context, id_: CheckpointId, lines: int, *, restore_: bool) -> None:
+def logs_command(context: Context, id_: CheckpointId, lines: int, output: str, *, restore_: bool) -> None:
     """Show the end of CRIU's log, then its error lines and what they mean."""
     from hibernode.criu.diagnose import read_log
 
     operation = "restore" if restore_ else "dump"
     path = _find(context.load().settings, id_, operation)
     text = read_log(path)
-    shown = text.splitlines()[-lines:] if lines else text.splitlines()
-    click.echo("\n".join(printable(line) for line in shown))
     found = _diagnosis(text, operation)
-    click.echo(f"\n{path}")
-    if found.raw:
-        click.echo("error lines:\n" + "\n".join(f"  {printable(line)}" for line in found.raw))
-    for cause in found.causes:
-        click.echo(f"{cause.reason}: {printable(cause.message)}\n  {cause.remedy}")
+    shown = text.splitlines()[-lines:]  # 0: all
+    data = {"id": id_, "operation": operation, "path": str(path), "lines": shown, **_found_data(found)}
+    emit("Log", data, output, lambda: "\n".join([*shown, "", str(path), _found_text(found)]))
+
+
+def _found_data(found: Diagnosis) -> dict[str, Any]:
+    causes = [
+        {"reason": c.reason, "message": c.message, "remedy": c.remedy, "line": c.line} for c in found.causes
+    ]
+    return {"causes": causes, "errorLines": list(found.raw)}
+
+
+def _found_text(found: Diagnosis) -> str:
+    causes = [f"{c.reason}: {c.message}\n  {c.remedy}" for c in found.causes] or ["no known cause"]
+    lines = [f"  {line}" for line in found.raw] or ["  none"]
+    return "\n".join([*causes, "error lines:", *lines])
 
 
 @click.command("explain")
@@ -87,20 +99,11 @@ def explain_command(file: Path, operation: str, output: str) -> None:
     if operation == "auto":
         chosen = "restore" if "Restoring" in text or "restore" in file.name else "dump"
     found = _diagnosis(text, chosen)
-    data = {
-        "operation": chosen,
-        "causes": [
-            {"reason": c.reason, "message": c.message, "remedy": c.remedy, "line": c.line}
-            for c in found.causes
-        ],
-        "errorLines": list(found.raw),
-    }
-
-    def render() -> str:
-        causes = "\n".join(f"{c.reason}: {c.message}\n  {c.remedy}" for c in found.causes) or "no known cause"
-        lines = "\n".join(f"  {line}" for line in found.raw) or "  none"
-        return f"{causes}\nerror lines:\n{lines}"
-
-    emit("Explanation", data, output, render)
+    emit(
+        "Explanation",
+        {"operation": chosen, **_found_data(found)},
+        output,
+        lambda: _found_text(found),
+    )
     if not found.causes:
         raise click.exceptions.Exit(1)

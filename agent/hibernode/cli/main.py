@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import click
 
 from hibernode import __version__
 from hibernode.config import Loaded, load
 from hibernode.errors import HibernodeError
+from hibernode.text import printable
 
 COMMANDS: Final = {
     "run": ("run", "Run the node agent"),
@@ -22,7 +25,7 @@ COMMANDS: Final = {
     "list": ("store", "List the checkpoints in the store"),
     "inspect": ("store", "Show all about one checkpoint"),
     "verify": ("store", "Check the files of checkpoints against their digests"),
-    "gc": ("store", "Remove what the retention rules let go"),
+    "gc": ("gc", "Remove what the retention rules let go"),
     "pin": ("store", "Keep a checkpoint whatever the retention rules say"),
     "unpin": ("store", "Let the retention rules apply again"),
     "logs": ("logs", "Show CRIU's log of a dump or a restore, errors picked out"),
@@ -41,6 +44,15 @@ COMMANDS: Final = {
 
 class Lazy(click.Group):
     """A group whose commands are imported when they are used."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; when the reader of its output (head, less) has gone, end as SIGPIPE would."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the names in the table's order."""
@@ -76,9 +88,20 @@ def _split(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...])
 class Context:
     """What the global flags say; the settings are read when a command asks for them."""
 
-    def __init__(self, file: Path | None, flags: list[tuple[str, str]]) -> None:
-        self._file = file
-        self._flags = flags
+    def __init__(self) -> None:
+        self.debug = False
+        self._file: Path | None = None
+        self._flags: list[tuple[str, str]] = []
+
+    def take(self, params: Mapping[str, Any]) -> None:
+        """Take over the global flags as click has parsed them."""
+        self.debug = params.get("debug") or False
+        self._file = params.get("file")
+        short = [("store.path", params.get("store")), ("signals.path", params.get("signals"))]
+        self._flags = [
+            *(params.get("flags") or ()),
+            *((key, text) for key, text in short if text is not None),
+        ]
 
     def load(self, more: Sequence[tuple[str, str]] = ()) -> Loaded:
         """Read the settings; ``more`` are the command's own flags, the strongest.
@@ -103,63 +126,51 @@ class Context:
 @click.option("--signals", type=str, help="Short for --set signals.path=DIR.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
-def cli(
-    ctx: click.Context,
-    file: Path | None,
-    flags: list[tuple[str, str]],
-    store: str | None,
-    signals: str | None,
-    *,
-    debug: bool,
-) -> None:
+def cli(ctx: click.Context, /, **params: Any) -> None:
     """Freeze warmed-up workers into checkpoints, thaw them in seconds.
 
     Exit codes: 0 ok, 1 a check failed or not found, 2 usage, 3 agent unreachable, 4 incompatible or
     refused, 5 input/output or integrity.
     """
-    short = [("store.path", store), ("signals.path", signals)]
-    ctx.obj = Context(file, [*flags, *((key, text) for key, text in short if text is not None)])
-    ctx.meta["hibernode.debug"] = debug
+    ctx.ensure_object(Context).take(params)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command and exit with its documented code."""
-    args: Any = argv if argv is not None else sys.argv[1:]
+    context = Context()
     try:
-        code = cli.main(args=args, prog_name="hibernode", standalone_mode=False)
-    except HibernodeError as error:
-        if "--debug" in args:
-            raise
-        click.echo(f"hibernode: {_printable(error.message)}", err=True)
-        if error.remedy:
-            click.echo(f"  {_printable(error.remedy)}", err=True)
-        sys.exit(error.exit_code)
+        code = cli.main(args=argv, prog_name="hibernode", standalone_mode=False, obj=context)
     except click.Abort:
-        click.echo("hibernode: interrupted", err=True)
-        sys.exit(130)
-    except click.ClickException as error:
+        _fail("interrupted", "", 130)
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader (head, less) has gone; Python would say so again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except PermissionError as error:
-        if "--debug" in args:
-            raise
-        click.echo(f"hibernode: {error.filename}: {error.strerror}", err=True)
-        click.echo("  hibernode needs root for this", err=True)
-        sys.exit(5)
-    except OSError as error:
-        if "--debug" in args:
-            raise
-        click.echo(f"hibernode: {error.filename or ''}: {error.strerror}", err=True)
-        sys.exit(5)
+    except click.ClickException as error:
+        where = getattr(error, "ctx", None)
+        usage = f"'{where.command_path} --help' shows what is possible" if where else ""
+        _fail(" ".join(error.format_message().split()), usage, error.exit_code)
+    except (HibernodeError, OSError) as error:
+        if context.debug:
+            traceback.print_exc()
+        _fail(*_sentence(error))
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+def _sentence(error: HibernodeError | OSError) -> tuple[str, str, int]:
+    """Say what, what to do, and the exit code."""
+    if isinstance(error, HibernodeError):
+        return error.message, error.remedy, error.exit_code
+    named = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+    what = ": ".join(filter(None, (named, error.strerror or str(error))))
+    remedy = "hibernode needs root for this" if isinstance(error, PermissionError) else "--debug shows where"
+    return what, remedy, 5
+
+
+def _fail(message: str, remedy: str, code: int) -> NoReturn:
+    click.echo(f"hibernode: {printable(message, keep='')}", err=True)
+    for line in remedy.splitlines():
+        click.echo(f"  {printable(line, keep='')}", err=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

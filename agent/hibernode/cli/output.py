@@ -15,9 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, Final, Self, TextIO, TypeVar
 
 import click
+
+from hibernode.text import printable
 
 API_VERSION: Final = "hibernode.io/v1"
 FORMATS: Final = ("table", "json", "yaml")
@@ -27,6 +30,9 @@ MISSING: Final = "-"
 
 DEFAULT_COLUMNS: Final = 80
 """Of a terminal that does not tell its width."""
+
+LONG_WORD: Final = 32
+"""One longer than this sticks out of its column rather than widen it on every line of a terminal."""
 
 MINUTE: Final = 60
 HOUR: Final = 3600
@@ -61,20 +67,69 @@ def output_option(command: F) -> F:
 # text -------------------------------------------------------------------------------------------------
 
 
-def printable(text: str) -> str:
-    """Show control characters, and others that have no glyph, as escapes; tabs stay."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in text)
+def table(
+    rows: Iterable[Sequence[object]],
+    headers: Sequence[str],
+    notes: Sequence[Sequence[tuple[str, str]]] = (),
+) -> str:
+    """Lay out columns as kubectl does: aligned left, no lines, a dash for nothing.
 
-
-def table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
-    """Lay out columns as kubectl does: aligned left, no lines, a dash for nothing."""
+    ``notes``: for each row, (label, text) pairs that stand indented below it. On a terminal, wide columns
+    are wrapped at blanks until the table fits; words, paths for one, are never cut.
+    """
     lines = [list(headers)]
-    lines += [[printable(str(cell)).replace("\t", "\\t") or MISSING for cell in row] for row in rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    padded = (GAP.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(line.rstrip() for line in padded)
+    lines += [[_cell(cell) or MISSING for cell in row] for row in rows]
+    width = _terminal_columns(sys.stdout) if sys.stdout.isatty() else None
+    widths = _fit(lines, width)
+    out: list[str] = []
+    for number, line in enumerate(lines):
+        cells = [_wrap(cell, size) for cell, size in zip(line, widths, strict=True)]
+        for part in zip_longest(*cells, fillvalue=""):
+            padded = (text.ljust(size) for text, size in zip(part, widths, strict=True))
+            out.append(GAP.join(padded).rstrip())
+        for label, text in notes[number - 1] if number and notes else ():
+            indent = " " * (widths[0] + len(GAP)) + label
+            wrapped = _wrap(_cell(text), width - len(indent) if width else sys.maxsize)
+            out += [indent + wrapped[0], *(" " * len(indent) + more for more in wrapped[1:])]
+    return "\n".join(out)
+
+
+def _cell(value: object) -> str:
+    return printable(str(value), keep="")
+
+
+def _fit(lines: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """Choose the columns' widths: what the cells need, narrowed where they wrap, the widest first."""
+    columns = list(zip(*lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    if width is None:
+        return widths
+    words = [max(len(word) for cell in column for word in cell.split() or ("",)) for column in columns]
+    least = [min(longest, LONG_WORD) for longest in words]
+    excess = sum(widths) + len(GAP) * (len(widths) - 1) - width
+    while excess > 0:
+        wide = [index for index, size in enumerate(widths) if size > least[index]]
+        if not wide:
+            break
+        widest = max(wide, key=widths.__getitem__)
+        widths[widest] -= 1
+        excess -= 1
+    return widths
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    if len(text) <= width:
+        return [text]
+    import textwrap
+
+    return textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _terminal_columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_COLUMNS
+    except OSError:
+        return DEFAULT_COLUMNS
 
 
 def human_bytes(size: float) -> str:
@@ -133,7 +188,7 @@ def emit(kind: str, data: dict[str, Any], fmt: str, render: Callable[[], str]) -
     Keys keep their order; seconds and bytes are numbers, times RFC 3339.
     """
     if fmt == "table":
-        _print(_colour("\n".join(printable(line) for line in render().split("\n"))))
+        _print(_colour(printable(render(), keep="\t\n")))
         return
     # ASCII only: what is not, control characters included, is escaped in both forms.
     text = json.dumps({**data, "apiVersion": API_VERSION, "kind": kind}, default=_plain)
@@ -212,7 +267,7 @@ class Progress:
             if self._total and self._total > self._done:
                 parts.append(f"{human_seconds((self._total - self._done) / rate)} left")
         parts.append(human_seconds(now - self._started))
-        return printable("  ".join(part for part in parts if part)).replace("\t", " ")
+        return printable("  ".join(part for part in parts if part), keep="")
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -229,15 +284,9 @@ class Progress:
         drawn = False
         while not self._stop.wait(self.EVERY_SECONDS if drawn else self.FIRST_SECONDS):
             drawn = True
-            self._write(f"\r{self.line()[: self._columns() - 1]}\x1b[K")
+            self._write(f"\r{self.line()[: _terminal_columns(sys.stderr) - 1]}\x1b[K")
         if drawn:
             self._write("\r\x1b[K")
-
-    def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(sys.stderr.fileno()).columns or DEFAULT_COLUMNS
-        except OSError:
-            return DEFAULT_COLUMNS
 
     def _write(self, text: str) -> None:
         try:

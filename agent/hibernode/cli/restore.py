@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 import click
 
 from hibernode.cli.common import (
-    FINDING_HEADERS,
     ID,
     failed,
     finding_data,
-    finding_rows,
+    finding_table,
     open_signals,
     open_store,
     run_async,
 )
 from hibernode.cli.main import Context
-from hibernode.cli.output import Progress, emit, human_seconds, output_option, table
+from hibernode.cli.output import Progress, emit, human_seconds, output_option
 from hibernode.errors import HibernodeError
 from hibernode.workload import CheckpointId
 
@@ -95,7 +94,8 @@ def _show(outcome: RestoreOutcome, output: str) -> None:
 
     def render() -> str:
         phases = ", ".join(f"{name} {human_seconds(value)}" for name, value in outcome.phases.items())
-        return f"{outcome.id}: pid {outcome.pid} in {human_seconds(outcome.seconds)} ({phases})\n{outcome.directory}"
+        took = human_seconds(outcome.seconds)
+        return f"{outcome.id}: pid {outcome.pid} in {took} ({phases})\n{outcome.directory}"
 
     emit("Restore", data, output, render)
 
@@ -115,7 +115,7 @@ def _dry_run(restorer: Restorer, request: RestoreRequest, output: str) -> None:
         "RestorePlan",
         data,
         output,
-        lambda: f"{table(finding_rows(plan.findings), FINDING_HEADERS)}\n\ncommand: {command}",
+        lambda: f"{finding_table(plan.findings)}\n\ncommand: {command}",
     )
     if failed(plan.findings):
         raise click.exceptions.Exit(4)

@@ -1,4 +1,4 @@
-"""``list``, ``inspect``, ``verify``, ``gc``, ``pin``, ``unpin``: the store, read and kept in order."""
+"""``list``, ``inspect``, ``verify``, ``pin``, ``unpin``: the store, read and kept in order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import click
 from hibernode.cli.common import ID, open_store, run_async
 from hibernode.cli.main import Context
 from hibernode.cli.output import Progress, age, emit, human_bytes, human_seconds, output_option, table
-from hibernode.errors import UsageError
+from hibernode.errors import IntegrityError, UsageError
+from hibernode.text import printable
 from hibernode.workload import CheckpointId
 
 if TYPE_CHECKING:
     from hibernode.artifact.manifest import Manifest
-    from hibernode.artifact.store import ArtifactInfo
+    from hibernode.artifact.store import ArtifactInfo, Store
 
 STATES = ["complete", "previous", "partial", "in-progress", "corrupt"]
 SORTS = {"id": lambda info: info.id, "age": lambda info: info.created_at, "size": lambda info: info.bytes}
@@ -42,7 +43,10 @@ def _info(info: ArtifactInfo) -> dict[str, Any]:
 @click.pass_obj
 def list_command(context: Context, state: str | None, sort: str, output: str) -> None:
     """List the checkpoints in the store, whole or not."""
-    infos = [info for info in open_store(context.load().settings).artifacts() if state in (None, info.state)]
+    settings = context.load().settings
+    path = settings.store.path
+    # Looking makes nothing: a store that is not there yet is empty.
+    infos = [i for i in open_store(settings).artifacts() if state in (None, i.state)] if path.is_dir() else []
     infos.sort(key=SORTS[sort], reverse=sort != "id")
 
     def render() -> str:
@@ -58,7 +62,8 @@ def list_command(context: Context, state: str | None, sort: str, output: str) ->
             )
             for info in infos
         ]
-        return table(rows, ("ID", "STATE", "SIZE", "AGE", "PINNED", "UUID", "PROBLEM"))
+        empty = f"no {state or ''} checkpoints in the store {path}".replace("  ", " ")
+        return table(rows, ("ID", "STATE", "SIZE", "AGE", "PINNED", "UUID", "PROBLEM")) if rows else empty
 
     emit("ArtifactList", {"items": [_info(info) for info in infos]}, output, render)
 
@@ -87,7 +92,8 @@ def _tree(manifest: Manifest, path: str) -> str:
         f"├─ uuid      {manifest.uuid}",
         f"├─ node      {manifest.node}, kernel {manifest.kernel}, {manifest.machine}",
         f"├─ criu      {manifest.criu.version}, tcp {manifest.tcp}, left {manifest.leave}",
-        f"├─ worker    pid {process.pid} ({process.comm}), uid {process.uids[0]}, seccomp mode {process.seccomp_mode}",
+        f"├─ worker    pid {process.pid} ({process.comm}), uid {process.uids[0]}",
+        f"│            seccomp mode {process.seccomp_mode}",
         f"│            {' '.join(process.cmdline)[:200]}",
         f"├─ contract  {manifest.contract.era or 'none'} {manifest.contract.signal_file}",
         "├─ processes",
@@ -103,7 +109,7 @@ def _tree(manifest: Manifest, path: str) -> str:
     lines += [f"│  {'':>10}  and {len(largest) - 10} smaller"] if len(largest) > 10 else []  # noqa: PLR2004
     lines.append("└─ phases")
     lines += [f"   {human_seconds(value):>10}  {name}" for name, value in manifest.phases.items()]
-    return "\n".join(lines)
+    return "\n".join(printable(line, keep="") for line in lines)
 
 
 @click.command("verify")
@@ -112,96 +118,73 @@ def _tree(manifest: Manifest, path: str) -> str:
 @output_option
 @click.pass_obj
 def verify_command(context: Context, ids: tuple[CheckpointId, ...], output: str, *, all_: bool) -> None:
-    """Check every file of checkpoints against its size and digest; exit 1 if one is bad."""
-    import asyncio
-    import time
-
+    """Check every file of checkpoints against its size and digest; exit 5 if one is bad."""
     if bool(ids) == all_:
         raise UsageError(
             "name checkpoints, or say --all", remedy="hibernode verify ID..., hibernode verify --all"
         )
     store = open_store(context.load().settings)
     if all_:
-        chosen = [
-            (CheckpointId(i.id), i.uuid)
-            for i in store.artifacts()
-            if i.state in ("complete", "previous", "corrupt")
-        ]
+        whole = ("complete", "previous", "corrupt")
+        chosen = [(CheckpointId(i.id), i.uuid) for i in store.artifacts() if i.state in whole]
     else:
         chosen = [(id_, "") for id_ in ids]
-    items: list[dict[str, Any]] = []
-    rows: list[tuple[str, str, str, str]] = []
-    for id_, version in chosen:
-        start = time.perf_counter()
+    items = [_verify(store, *which) for which in chosen]
+
+    def render() -> str:
+        rows: list[tuple[str, str, str, str]] = []
+        for item in items:
+            id_, bad = item["id"], [file for file in item["files"] if not file["ok"]]
+            rows += [(id_, "bad", file["path"], file["problem"]) for file in bad]
+            if item["ok"]:
+                rate = item["bytes"] / max(item["seconds"], 1e-9) / 1e9
+                took = f"{human_seconds(item['seconds'])}, {rate:.2f} GB/s"
+                rows.append((id_, "ok", f"{len(item['files'])} files", took))
+        return table(rows, ("ID", "VERDICT", "FILE", "DETAIL")) if rows else f"no checkpoints in {store.path}"
+
+    emit("Verification", {"items": items}, output, render)
+    if not all(item["ok"] for item in items):
+        raise click.exceptions.Exit(IntegrityError.exit_code)
+
+
+def _verify(store: Store, id_: CheckpointId, version: str) -> dict[str, Any]:
+    """Verify one artifact; one whose manifest is damaged is a bad file like any other."""
+    import asyncio
+    import time
+
+    start = time.perf_counter()
+    try:
         with Progress(f"verify {id_}"):
             artifact = store.get(id_, version or None)
             verdicts = run_async(partial(asyncio.to_thread, store.verify, artifact, digests=True))
-        seconds = time.perf_counter() - start
-        bad = [verdict for verdict in verdicts if not verdict.ok]
-        rate = artifact.manifest.total_bytes / seconds / 1e9
-        items.append(
-            {
-                "id": id_,
-                "uuid": artifact.manifest.uuid,
-                "ok": not bad,
-                "bytes": artifact.manifest.total_bytes,
-                "seconds": seconds,
-                "files": [{"path": v.path, "ok": v.ok, "problem": v.problem} for v in verdicts],
-            }
-        )
-        rows += [(id_, "bad", verdict.path, verdict.problem) for verdict in bad]
-        if not bad:
-            rows.append((id_, "ok", f"{len(verdicts)} files", f"{human_seconds(seconds)}, {rate:.2f} GB/s"))
-    emit("Verification", {"items": items}, output, lambda: table(rows, ("ID", "VERDICT", "FILE", "DETAIL")))
-    if not all(item["ok"] for item in items):
-        raise click.exceptions.Exit(1)
-
-
-@click.command("gc")
-@click.option("--dry-run", is_flag=True, help="Only say what would go and why.")
-@output_option
-@click.pass_obj
-def gc_command(context: Context, output: str, *, dry_run: bool) -> None:
-    """Remove what the retention rules let go: leftovers, too old, too many, too large.
-
-    The rules are the settings gc.*; pinned checkpoints and those in use stay.
-    """
-    import time
-
-    settings = context.load().settings
-    items = open_store(settings).gc(settings.gc, dry_run=dry_run, now=time.time())
-    data = {
-        "dryRun": dry_run,
-        "bytes": sum(item.bytes for item in items),
-        "items": [
-            {"id": item.id, "uuid": item.uuid, "path": str(item.path), "bytes": item.bytes, "why": item.why}
-            for item in items
-        ],
+    except IntegrityError as error:
+        bad = [{"path": "manifest.json", "ok": False, "problem": error.message}]
+        return {"id": id_, "uuid": version, "ok": False, "bytes": 0, "seconds": 0.0, "files": bad}
+    return {
+        "id": id_,
+        "uuid": artifact.manifest.uuid,
+        "ok": all(verdict.ok for verdict in verdicts),
+        "bytes": artifact.manifest.total_bytes,
+        "seconds": time.perf_counter() - start,
+        "files": [{"path": v.path, "ok": v.ok, "problem": v.problem} for v in verdicts],
     }
-
-    def render() -> str:
-        rows = table(
-            [(i.id, human_bytes(i.bytes), i.why, str(i.path)) for i in items], ("ID", "SIZE", "WHY", "PATH")
-        )
-        verb = "would be freed" if dry_run else "freed"
-        return f"{rows}\n{human_bytes(sum(item.bytes for item in items))} {verb}"
-
-    emit("GarbageCollection", data, output, render)
 
 
 @click.command("pin")
 @click.argument("id_", metavar="ID", type=ID)
+@output_option
 @click.pass_obj
-def pin_command(context: Context, id_: CheckpointId) -> None:
+def pin_command(context: Context, id_: CheckpointId, output: str) -> None:
     """Keep a checkpoint whatever the retention rules say."""
     open_store(context.load().settings).pin(id_)
-    click.echo(f"{id_} is pinned")
+    emit("Pin", {"id": id_, "pinned": True}, output, lambda: f"{id_} is pinned")
 
 
 @click.command("unpin")
 @click.argument("id_", metavar="ID", type=ID)
+@output_option
 @click.pass_obj
-def unpin_command(context: Context, id_: CheckpointId) -> None:
+def unpin_command(context: Context, id_: CheckpointId, output: str) -> None:
     """Let the retention rules apply again."""
     open_store(context.load().settings).unpin(id_)
-    click.echo(f"{id_} is not pinned")
+    emit("Pin", {"id": id_, "pinned": False}, output, lambda: f"{id_} is not pinned")

@@ -61,9 +61,9 @@ def read_pstree(images_dir: Dir | Path) -> tuple[ImageTask, ...]:
 
     :raises IntegrityError: ``pstree.img`` is absent, no regular file, damaged, or tells of no tree.
     """
-    with _opened(images_dir) as directory, _as_integrity(directory, _PSTREE):
+    with opened(images_dir) as directory, as_integrity(directory, _PSTREE):
         data = directory.read(_PSTREE, MAX_PSTREE_BYTES).data
-        tasks = tuple(_task(record) for record in _records(data, PSTREE_MAGIC))
+        tasks = tuple(_task(record) for record in records(data, PSTREE_MAGIC))
         _check_tree(tasks)
         return tasks
 
@@ -76,7 +76,7 @@ def page_files(images_dir: Dir | Path) -> list[str]:
 
     :raises IntegrityError: as :func:`read_pstree`, or a page map is damaged or names a file that is absent.
     """
-    with _opened(images_dir) as directory:
+    with opened(images_dir) as directory:
         names = set(directory.names())
         maps = [f"pagemap-{task.pid}.img" for task in read_pstree(directory)]
         maps += _numbered(names, _SHMEM, 10)
@@ -98,12 +98,13 @@ def _numbered(names: set[str], pattern: re.Pattern[str], base: int) -> list[str]
 # files ------------------------------------------------------------------------------------------------
 
 
-class _OddError(Exception):
+class OddError(Exception):
     """What is odd about the bytes; turned into an IntegrityError where the file's name is known."""
 
 
 @contextmanager
-def _opened(images_dir: Dir | Path) -> Iterator[Dir]:
+def opened(images_dir: Dir | Path) -> Iterator[Dir]:
+    """Open the directory of images, if it is not open already."""
     if isinstance(images_dir, Dir):
         yield images_dir
         return
@@ -116,14 +117,15 @@ def _opened(images_dir: Dir | Path) -> Iterator[Dir]:
 
 
 @contextmanager
-def _as_integrity(directory: Dir, name: str) -> Iterator[None]:
+def as_integrity(directory: Dir, name: str) -> Iterator[None]:
+    """Name the file in whatever goes wrong with it."""
     try:
         yield
     except FileNotFoundError:
         raise _corrupt(directory, name, "is absent") from None
     except RefusedError as error:
         raise IntegrityError(error.message, file=name) from None
-    except _OddError as error:
+    except OddError as error:
         raise _corrupt(directory, name, str(error)) from None
 
 
@@ -135,34 +137,35 @@ def _corrupt(directory: Dir, name: str, why: str) -> IntegrityError:
 
 def _pages_id(directory: Dir, name: str) -> int:
     """Read the number of the pages file from a page map's first record."""
-    with _as_integrity(directory, name):
+    with as_integrity(directory, name):
         fd = directory.open_file(name)
         try:
             head = os.read(fd, _HEAD_BYTES)
         finally:
             os.close(fd)
-        for record in _records(head, PAGEMAP_MAGIC):
-            for number, value in _fields(record):
+        for record in records(head, PAGEMAP_MAGIC):
+            for number, value in fields(record):
                 if number == 1 and isinstance(value, int) and value <= UINT32_MAX:
                     return value
             break
-        raise _OddError("does not name its pages")
+        raise OddError("does not name its pages")
 
 
 # bytes ------------------------------------------------------------------------------------------------
 
 
-def _records(data: bytes, magic: int) -> Iterator[memoryview]:
+def records(data: bytes, magic: int) -> Iterator[memoryview]:
+    """Yield the records of an image whose second magic number is ``magic``."""
     if len(data) < 8 or struct.unpack_from("<II", data) != (COMMON_MAGIC, magic):  # noqa: PLR2004
-        raise _OddError("does not begin with its magic numbers")
+        raise OddError("does not begin with its magic numbers")
     view, at = memoryview(data), 8
     while at < len(view):
         if len(view) - at < 4:  # noqa: PLR2004
-            raise _OddError(f"ends in the middle of a length, at byte {at}")
+            raise OddError(f"ends in the middle of a length, at byte {at}")
         (size,) = struct.unpack_from("<I", view, at)
         at += 4
         if size > len(view) - at:
-            raise _OddError(f"ends in the middle of a record, at byte {at}")
+            raise OddError(f"ends in the middle of a record, at byte {at}")
         yield view[at : at + size]
         at += size
 
@@ -175,17 +178,17 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         at += 1
         if byte < 0x80 and value <= UINT64_MAX:  # noqa: PLR2004
             return value, at
-    raise _OddError("holds a number that does not end or does not fit 64 bits")
+    raise OddError("holds a number that does not end or does not fit 64 bits")
 
 
-def _fields(record: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def fields(record: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yield the fields of a record: their numbers and values."""
     at = 0
     while at < len(record):
         key, at = _varint(record, at)
         number, kind = key >> 3, key & 7
         if number == 0:
-            raise _OddError("holds a field without a number")
+            raise OddError("holds a field without a number")
         if kind == _VARINT:
             value, at = _varint(record, at)
             yield number, value
@@ -195,9 +198,9 @@ def _fields(record: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         elif kind in (_FIXED32, _FIXED64):
             size = 4 if kind == _FIXED32 else 8
         else:
-            raise _OddError(f"holds a field of unknown kind {kind}")
+            raise OddError(f"holds a field of unknown kind {kind}")
         if size > len(record) - at:
-            raise _OddError("holds a field that is longer than its record")
+            raise OddError("holds a field that is longer than its record")
         yield number, record[at : at + size]
         at += size
 
@@ -206,37 +209,37 @@ def _task(record: memoryview) -> ImageTask:
     """Read one pstree entry (images/pstree.proto). Fields of a newer CRIU, above 5, are passed over."""
     single: dict[int, int] = {}
     threads: list[int] = []
-    for number, value in _fields(record):
+    for number, value in fields(record):
         if number > 5:  # noqa: PLR2004
             continue
         # The first thread is the leader. CRIU 4.2 leaves its id uninitialised for a zombie and reads it for
         # nobody, so it is not looked at here either.
         leader = number == 5 and not threads  # noqa: PLR2004
         if not isinstance(value, int) or value > (UINT32_MAX if leader else PID_MAX_LIMIT - 1):
-            raise _OddError(f"holds a task whose field {number} is no pid")
+            raise OddError(f"holds a task whose field {number} is no pid")
         if number == 5:  # noqa: PLR2004
             threads.append(value)
         elif number in single:
-            raise _OddError(f"holds a task with field {number} twice")
+            raise OddError(f"holds a task with field {number} twice")
         else:
             single[number] = value
     if len(single) != 4:  # noqa: PLR2004
-        raise _OddError("holds a task without all of pid, ppid, pgid and sid")
+        raise OddError("holds a task without all of pid, ppid, pgid and sid")
     pid = single[1]
     return ImageTask(pid, single[2], single[3], single[4], (pid, *threads[1:]))
 
 
 def _check_tree(tasks: tuple[ImageTask, ...]) -> None:
     if not tasks:
-        raise _OddError("holds no task")
+        raise OddError("holds no task")
     parents: set[int] = {0}
     ids: set[int] = {0}
     for task in tasks:
         if task.ppid not in parents:
-            raise _OddError(f"holds task {task.pid} without its parent {task.ppid}")
+            raise OddError(f"holds task {task.pid} without its parent {task.ppid}")
         for thread in task.threads:
             if thread in ids:
-                raise _OddError(f"holds the id {thread} twice, or as zero")
+                raise OddError(f"holds the id {thread} twice, or as zero")
             ids.add(thread)
         parents.add(task.pid)
         parents.discard(0)  # one root only

@@ -40,6 +40,9 @@ JOB_ENV: Final = "HIBERNODE_JOB"
 GRACE_SECONDS: Final = 5.0
 """Between SIGTERM and SIGKILL, and for a killed CRIU to be gone."""
 
+REST_SECONDS: Final = 0.005
+"""What was stopped has come to rest after this time, and what was continued has got somewhere else."""
+
 OUTPUT_BYTES: Final = 64 << 10
 READ_BYTES: Final = 64 << 10
 DRAIN_READS: Final = 16
@@ -73,6 +76,8 @@ async def run_criu(
     marker: str,
     pass_fds: Sequence[int] = (),
     on_start: Callable[[int], None] | None = None,
+    before_kill: Callable[[], None] | None = None,
+    safe: Callable[[], bool] | None = None,
     grace: float = GRACE_SECONDS,
 ) -> CriuResult:
     """Run CRIU to its end, or until ``deadline`` seconds have passed.
@@ -80,7 +85,8 @@ async def run_criu(
     It gets a session of its own, ``work_dir`` for its log, and an environment that holds PATH, LC_ALL and
     ``marker``. At the deadline, or when this call is cancelled, its process group gets SIGTERM and ``grace``
     seconds later SIGKILL; in every case it is reaped before this returns or raises. ``on_start`` is told
-    the pid.
+    the pid; ``before_kill`` is called before the first of these signals, and before that ``safe`` is asked,
+    in a thread and with the group stopped, until this is a moment to kill, or ``grace`` is over.
 
     :raises CriuError: it could not be started.
     """
@@ -89,7 +95,9 @@ async def run_criu(
         argv += ("--work-dir", str(work_dir))
     started = time.monotonic()
     try:
-        child = _Child(argv, {**clean_env(), JOB_ENV: marker}, pass_fds, grace)
+        child = _Child(
+            argv, {**clean_env(), JOB_ENV: marker}, pass_fds, grace, before_kill=before_kill, safe=safe
+        )
     except OSError as error:
         raise CriuError(
             f"criu: {argv[0]} cannot be started: {error.strerror}", remedy="make setup", reason="CriuBroken"
@@ -117,9 +125,18 @@ class _Child:
     """
 
     def __init__(
-        self, argv: Sequence[str], env: dict[str, str], pass_fds: Sequence[int], grace: float
+        self,
+        argv: Sequence[str],
+        env: dict[str, str],
+        pass_fds: Sequence[int],
+        grace: float,
+        *,
+        before_kill: Callable[[], None] | None,
+        safe: Callable[[], bool] | None,
     ) -> None:
         self._grace = grace
+        self._before_kill = before_kill
+        self._safe = safe
         self._loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
         self._tail = bytearray()
@@ -187,12 +204,29 @@ class _Child:
     async def _kill(self) -> None:
         if self._exited.is_set():
             return
+        await self._find_moment()
+        if self._before_kill is not None:
+            self._before_kill()
         self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # it takes SIGTERM first
         await self.ends_within(self._grace)
         # The group, not the leader: helpers of CRIU must not outlive it. The leader is not reaped yet, so
         # the number is still this group's.
         self._signal(signal.SIGKILL)
         await self.ends_within(GRACE_SECONDS)
+
+    async def _find_moment(self) -> None:
+        """Stop the group where its death does no harm, as far as anybody knows."""
+        if self._safe is None:
+            return
+        deadline = self._loop.time() + self._grace
+        while not self._exited.is_set() and self._loop.time() < deadline:
+            self._signal(signal.SIGSTOP)
+            await self.ends_within(REST_SECONDS)
+            if await asyncio.to_thread(self._safe):
+                return
+            self._signal(signal.SIGCONT)
+            await self.ends_within(REST_SECONDS)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -16,12 +16,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from hibernode.config import SignalSettings
-from hibernode.errors import RefusedError, UsageError
+from hibernode.errors import RefusedError
 from hibernode.host.safefs import Dir
-from hibernode.workload import ERA_A1, CheckpointId, Era, Finding, Verdict
+from hibernode.workload import ERA_A1, ID_PATTERN, CheckpointId, Era, Finding, Verdict
 
 MAX_ERROR_CHARS: Final = 1024
 TRUNCATED: Final = " [truncated]"
@@ -33,10 +33,20 @@ SETTLE_SECONDS: Final = 0.2
 """A file this young, found by a look and not by the event of its closing, may still be written to."""
 
 REMEMBERED: Final = 4096
-"""Rejections that are not said again; beyond these the oldest are forgotten."""
+"""Rejections that are told and then remembered, so as to be told once; beyond these they are only counted.
+Also how many answered requests are remembered."""
+
+PASSING: Final = frozenset({"FileBusy", "Unreadable"})
+"""Reasons that can go away while the file stays as it is; for all others it isn't even read again."""
+
+SQUASHED_UID: Final = 65534
+"""Who root's files belong to on an NFS export that trusts no root."""
 
 Identity = tuple[int, int, int]
 """Device, inode, ctime in nanoseconds: changes whenever the file is written or replaced."""
+
+_Key = tuple[str, Identity]
+"""One state of one file. Those that were rejected are kept, with whether that is final for the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +83,26 @@ class Rejected:
 
 @dataclass(slots=True)
 class Scan:
-    """What one look has found. ``unsettled``: a file may still be written to, look again soon."""
+    """What one look has found, requests in the order of their age.
+
+    ``ignored`` counts names that are no request's, ``unsaid`` rejections too many to be told.
+    ``unsettled``: a file may still be written to, look again soon.
+    """
 
     ready: list[ReadyRequest] = field(default_factory=list)
     restore: list[RestoreRequest] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     ignored: int = 0
+    unsaid: int = 0
     unsettled: bool = False
+
+
+class _Named(NamedTuple):
+    """A name that is a request's. ``answer`` is its answer's name, empty where a listing lacks that."""
+
+    name: str
+    id: CheckpointId
+    answer: str
 
 
 class SignalDir:
@@ -89,7 +112,10 @@ class SignalDir:
         self.settings = settings
         self.path = settings.path
         self.era = era
-        self._said: OrderedDict[tuple[str, Identity], None] = OrderedDict()
+        self._answers = {era.ready_suffix: era.done_suffix, era.restore_suffix: era.restored_suffix}
+        self._suffixes = (*self._answers, *self._answers.values())
+        self._said: dict[_Key, bool] = {}
+        self._answered: OrderedDict[str, Identity] = OrderedDict()
 
     def create(self) -> None:
         """Make the directory if it is absent, 1777: each worker its own files, nobody another's.
@@ -99,114 +125,157 @@ class SignalDir:
         Dir.open(self.path, create=True, mode=DIRECTORY_MODE).close()
 
     def check_directory(self) -> list[Finding]:
-        """Check that workers cannot remove each other's requests."""
+        """Check that it is a directory in which workers cannot remove each other's requests."""
+
+        def finding(verdict: Verdict, found: str, remedy: str = "", reason: str = "") -> list[Finding]:
+            expected = "a directory that others cannot write to, or a sticky one"
+            return [Finding("signals.directory", verdict, expected, found, remedy, reason)]
+
         try:
-            mode = self.path.stat().st_mode
+            mode = self.path.lstat().st_mode
         except OSError as error:
-            return [
-                Finding(
-                    "signals.directory",
-                    Verdict.WARN,
-                    "a directory",
-                    str(error.strerror),
-                    f"mkdir -m 1777 {self.path}",
-                )
-            ]
-        open_to_all = mode & 0o022 and not mode & st.S_ISVTX
-        return [
-            Finding(
-                "signals.directory",
-                Verdict.WARN if open_to_all else Verdict.OK,
-                "not writable by others, or sticky",
-                f"mode {st.S_IMODE(mode):04o}",
-                f"chmod +t {self.path}: any worker can remove another's request" if open_to_all else "",
-            )
-        ]
+            remedy = f"mkdir -m 1777 {self.path}"
+            return finding(Verdict.WARN, str(error.strerror), remedy, "NoSignalDirectory")
+        if not st.S_ISDIR(mode):
+            remedy = f"put a directory at {self.path}, not a link and not a file"
+            return finding(Verdict.WARN, "no directory", remedy, "NotADirectory")
+        found = f"mode {st.S_IMODE(mode):04o}"
+        if mode & 0o022 and not mode & st.S_ISVTX:
+            remedy = f"chmod +t {self.path}: any worker can remove another's request"
+            return finding(Verdict.WARN, found, remedy, "NotSticky")
+        return finding(Verdict.OK, found)
 
     # requests -----------------------------------------------------------------------------------------
 
     def scan(self, names: Iterable[str] | None = None) -> Scan:
-        """Look at ``names``, or at all; blocking, so not for the event loop.
+        """Look at ``names``, or at all; blocking, so not for the event loop, and one look at a time.
 
-        Requests that are answered already are left out. A rejection is said once for each state of a file.
+        ``names`` are files known to be closed; in a look at all, those that are very young are left for
+        later. Requests that are answered already are left out. A rejection is told once for each state of
+        a file. In a directory that is absent nothing is found.
+
+        :raises OSError: the directory itself cannot be read.
         """
         found = Scan()
+        refused: dict[_Key, RefusedError | None] = {}
         try:
-            directory = Dir.open(self.path)
-        except OSError:
-            return found
-        with directory:
-            closed = names is not None
-            present = {entry.name for entry in directory.scan()} if names is None else None
-            for name in sorted(present) if present is not None else (names or ()):
-                self._look(directory, name, found, present, closed=closed)
+            with Dir.open(self.path) as directory:
+                for named in self._named(directory, names, found):
+                    self._look(directory, named, found, refused, closed=names is not None)
+        except FileNotFoundError:
+            pass
+        except RefusedError as error:  # the path leads to no directory
+            refused[str(self.path), (0, 0, 0)] = error
+        self._tell(refused, found, everything=names is None)
+        found.ready.sort(key=lambda request: request.identity[2])
+        found.restore.sort(key=lambda request: request.identity[2])
         return found
 
+    def _named(self, directory: Dir, names: Iterable[str] | None, found: Scan) -> list[_Named]:
+        """Sort the names of requests from the rest."""
+        seen = 0
+        present: set[str] = set()
+        for name in (entry.name for entry in directory.scan()) if names is None else names:
+            seen += 1
+            if name.endswith(self._suffixes):  # junk is dropped here, so that it costs no memory
+                present.add(name)
+        requests: list[_Named] = []
+        for name in present:
+            stem, dot, suffix = name.partition(".")
+            if dot + suffix in self._answers and ID_PATTERN.fullmatch(stem):
+                answer = stem + self._answers[dot + suffix]
+                there = names is not None or answer in present
+                requests.append(_Named(name, CheckpointId(stem), answer if there else ""))
+        found.ignored = seen - len(requests)
+        return requests
+
     def _look(
-        self, directory: Dir, name: str, found: Scan, present: set[str] | None, *, closed: bool
+        self,
+        directory: Dir,
+        named: _Named,
+        found: Scan,
+        refused: dict[_Key, RefusedError | None],
+        *,
+        closed: bool,
     ) -> None:
-        stem, dot, suffix = name.partition(".")
-        answer = {
-            self.era.ready_suffix: self.era.done_suffix,
-            self.era.restore_suffix: self.era.restored_suffix,
-        }.get(dot + suffix)
-        if answer is None:
-            found.ignored += 1
-            return
         try:
-            id_ = CheckpointId(stem)
-        except UsageError:
-            found.ignored += 1
-            return
-        try:
-            stat = directory.stat(name)
+            stat = os.stat(named.name, dir_fd=directory.fd, follow_symlinks=False)
         except OSError:
             return
-        identity = (stat.st_dev, stat.st_ino, stat.st_ctime_ns)
-        if (present is None or id_ + answer in present) and _answered(directory, id_ + answer, stat):
+        if named.answer and self._is_answered(directory, named.name, _identity(stat), named.answer):
             return
         if not closed and st.S_ISREG(stat.st_mode) and 0 <= time.time() - stat.st_ctime < SETTLE_SECONDS:
             found.unsettled = True
             return
-        try:
-            self._take(directory, name, id_, found)
-        except FileNotFoundError:
+        key = named.name, _identity(stat)
+        if self._said.get(key):
+            refused[key] = None
             return
+        try:
+            self._take(directory, named, found)
+        except FileNotFoundError:
+            pass
         except RefusedError as error:
-            if self._first_time(name, identity):
-                found.rejected.append(Rejected(name, error.reason, error.message))
+            refused[key] = error
+        except OSError as error:
+            refused[key] = RefusedError(
+                f"{named.name}: cannot be read: {error.strerror}", reason="Unreadable"
+            )
 
-    def _take(self, directory: Dir, name: str, id_: CheckpointId, found: Scan) -> None:
+    def _take(self, directory: Dir, named: _Named, found: Scan) -> None:
+        name = named.name
         content = directory.read(name, self.settings.max_file_bytes)
         stat = content.stat
-        identity = (stat.st_dev, stat.st_ino, stat.st_ctime_ns)
         fields = _fields(name, content.data)
-        who = (stat.st_uid, stat.st_gid, stat.st_ctime, identity)
+        who = (stat.st_uid, stat.st_gid, stat.st_ctime, _identity(stat))
         if name.endswith(self.era.ready_suffix):
-            found.ready.append(ReadyRequest(id_, _pid(name, fields), *who))
+            _only(name, fields, "pid")
+            found.ready.append(ReadyRequest(named.id, _pid(name, fields), *who))
         else:
-            if fields:
-                raise RefusedError(f"{name}: unknown key {next(iter(fields))[:40]!r}", reason="BadRequest")
-            found.restore.append(RestoreRequest(id_, *who))
+            _only(name, fields)
+            found.restore.append(RestoreRequest(named.id, *who))
 
-    def _first_time(self, name: str, identity: Identity) -> bool:
-        key = (name, identity)
-        if key in self._said:
-            self._said.move_to_end(key)
-            return False
-        self._said[key] = None
-        if len(self._said) > REMEMBERED:
-            self._said.popitem(last=False)
-        return True
+    def _tell(self, refused: Mapping[_Key, RefusedError | None], found: Scan, *, everything: bool) -> None:
+        """Report what has not been reported; what a look at everything did not meet again is forgotten."""
+        if everything:
+            self._said = {key: lasting for key, lasting in self._said.items() if key in refused}
+        # Two writes within one tick of the clock leave the same ctime, so a young state isn't final yet.
+        final_before = time.time_ns() - int(SETTLE_SECONDS * 1e9)
+        for key, error in refused.items():
+            if error is None:
+                continue
+            if key not in self._said:
+                if len(self._said) >= REMEMBERED:
+                    found.unsaid += 1
+                    continue
+                found.rejected.append(Rejected(key[0], error.reason, error.message))
+            self._said[key] = error.reason not in PASSING and key[1][2] < final_before
 
     def answered(self, request: ReadyRequest) -> bool:
         """Whether the signal file is there and younger than the request."""
+        name, answer = request.id + self.era.ready_suffix, request.id + self.era.done_suffix
         try:
             with Dir.open(self.path) as directory:
-                done = directory.stat(request.id + self.era.done_suffix)
+                return self._is_answered(directory, name, request.identity, answer)
+        except (OSError, RefusedError):
+            return False
+
+    def _is_answered(self, directory: Dir, name: str, identity: Identity, answer: str) -> bool:
+        """Whether ``answer`` is ours and meant for this state of the request.
+
+        Not anybody's: a worker could have another one's request passed over by a file of its own. And not
+        one that is as old as the request, unless we know better: whoever waits for an answer can write
+        the next request within the same tick of the clock.
+        """
+        try:
+            stat = os.stat(answer, dir_fd=directory.fd, follow_symlinks=False)
         except OSError:
             return False
-        return st.S_ISREG(done.st_mode) and done.st_ctime_ns >= request.identity[2]
+        if not st.S_ISREG(stat.st_mode) or stat.st_nlink != 1:
+            return False
+        if stat.st_uid not in (os.geteuid(), SQUASHED_UID):
+            return False
+        return stat.st_ctime_ns > identity[2] or self._answered.get(name) == identity
 
     # answers ------------------------------------------------------------------------------------------
 
@@ -216,17 +285,26 @@ class SignalDir:
         :raises OSError: the directory is gone or full. :raises RefusedError: a directory has the name.
         """
         data = done_payload(id_, checkpoint_path=checkpoint_path, success=success, error=error)
-        with Dir.open(self.path) as directory:
-            directory.write_atomic(id_ + self.era.done_suffix, data, 0o644)
+        self._answer(id_, self.era.ready_suffix, data)
 
     def answer_restored(self, id_: CheckpointId, body: Mapping[str, Any]) -> None:
-        """Write ``<id>.restored``, whole at every instant."""
+        """Write ``<id>.restored``, whole at every instant; errors as :meth:`answer_done`.
+
+        ``body`` holds ``success``, then ``pid`` or ``error`` and ``reason``, and how the worker has ended.
+        """
         answer = {"checkpoint_id": str(id_), "timestamp": _now(), **body}
         if "error" in answer:
             answer["error"] = bounded(str(answer["error"]))
-        data = (json.dumps(answer, indent=2) + "\n").encode()
+        self._answer(id_, self.era.restore_suffix, _encode(answer))
+
+    def _answer(self, id_: CheckpointId, asked: str, data: bytes) -> None:
         with Dir.open(self.path) as directory:
-            directory.write_atomic(id_ + self.era.restored_suffix, data, 0o644)
+            with contextlib.suppress(FileNotFoundError):
+                stat = os.stat(id_ + asked, dir_fd=directory.fd, follow_symlinks=False)
+                self._answered[id_ + asked] = _identity(stat)
+                if len(self._answered) > REMEMBERED:
+                    self._answered.popitem(last=False)
+            directory.write_atomic(id_ + self._answers[asked], data, 0o644)
 
     def clear(self, id_: CheckpointId, suffix: str, identity: Identity | None = None) -> None:
         """Remove a request or an answer; a directory in its place is left alone.
@@ -234,19 +312,19 @@ class SignalDir:
         With ``identity`` only that very file: whoever asked may have asked again meanwhile.
         """
         with contextlib.suppress(FileNotFoundError, RefusedError), Dir.open(self.path) as directory:
-            if identity is not None:
-                stat = directory.stat(id_ + suffix)
-                if (stat.st_dev, stat.st_ino, stat.st_ctime_ns) != identity:
-                    return
+            if identity is not None and _identity(directory.stat(id_ + suffix)) != identity:
+                return
             directory.unlink(id_ + suffix, missing_ok=True)
 
 
-def _answered(directory: Dir, answer: str, request: os.stat_result) -> bool:
-    try:
-        stat = directory.stat(answer)
-    except OSError:
-        return False
-    return st.S_ISREG(stat.st_mode) and stat.st_ctime_ns >= request.st_ctime_ns
+def _identity(stat: os.stat_result) -> Identity:
+    return stat.st_dev, stat.st_ino, stat.st_ctime_ns
+
+
+def _bad(name: str, why: str) -> RefusedError:
+    return RefusedError(
+        f"{name}: {why}", remedy='leave it empty, or write {"pid": 1234}', reason="BadRequest"
+    )
 
 
 def _fields(name: str, data: bytes) -> dict[str, Any]:
@@ -255,22 +333,29 @@ def _fields(name: str, data: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError):
-        raise RefusedError(f"{name}: neither empty nor JSON", reason="BadRequest") from None
+        raise _bad(name, "neither empty nor JSON") from None
     if not isinstance(fields, dict):
-        raise RefusedError(f"{name}: JSON, but not an object", reason="BadRequest")
+        raise _bad(name, "JSON, but not an object")
     return fields
 
 
-def _pid(name: str, fields: dict[str, Any]) -> int | None:
-    unknown = sorted(set(fields) - {"pid"})
-    if unknown:
-        raise RefusedError(f"{name}: unknown key {unknown[0][:40]!r}", reason="BadRequest")
+def _only(name: str, fields: Mapping[str, Any], *known: str) -> None:
+    for key in sorted(fields.keys() - set(known)):
+        raise _bad(name, f"unknown key {key[:40]!r}")
+
+
+def _pid(name: str, fields: Mapping[str, Any]) -> int | None:
     if "pid" not in fields:
         return None
     pid = fields["pid"]
-    if isinstance(pid, bool) or not isinstance(pid, int) or not 1 < pid < PID_LIMIT:
-        raise RefusedError(f"{name}: pid {str(pid)[:40]!r} is not a pid", reason="BadRequest")
+    # What it is instead is not shown: it may be nested so deeply that even that fails.
+    if type(pid) is not int or not 1 < pid < PID_LIMIT:
+        raise _bad(name, f"pid must be a whole number from 2 to {PID_LIMIT - 1}")
     return pid
+
+
+def _encode(answer: Mapping[str, Any]) -> bytes:
+    return (json.dumps(answer, indent=2) + "\n").encode()
 
 
 def _now() -> str:
@@ -279,10 +364,8 @@ def _now() -> str:
 
 def bounded(text: str) -> str:
     """Cut a text for people to a bounded length and replace its control characters."""
-    clean = "".join(char if char.isprintable() else " " for char in text)
-    if len(clean) <= MAX_ERROR_CHARS:
-        return clean
-    return clean[: MAX_ERROR_CHARS - len(TRUNCATED)] + TRUNCATED
+    clean = "".join(char if char.isprintable() else " " for char in text[:MAX_ERROR_CHARS])
+    return clean if len(text) <= MAX_ERROR_CHARS else clean[: -len(TRUNCATED)] + TRUNCATED
 
 
 def done_payload(id_: CheckpointId, *, checkpoint_path: str, success: bool, error: str = "") -> bytes:
@@ -295,4 +378,4 @@ def done_payload(id_: CheckpointId, *, checkpoint_path: str, success: bool, erro
     }
     if not success:
         answer["error"] = bounded(error or "the checkpoint failed")
-    return (json.dumps(answer, indent=2) + "\n").encode()
+    return _encode(answer)

@@ -1,8 +1,8 @@
-"""A watcher over one directory: events are hints, the rescan behind them is the truth.
+"""A watcher over one directory: events are hints, the look behind them is the truth.
 
 Watchdog's inotify thread gives the events; they cross into the event loop by ``call_soon_threadsafe``.
-Watchdog's ready-made observers hold each event back for half a second to pair renames, so this uses the
-layer below them, which reports each event, and queue overflows, as they come.
+Watchdog's observers report each event through queues and a second thread, and hold back the removal half
+of a rename for 0.5 s; this uses the layer below them, which hands over events and overflows as they come.
 """
 
 from __future__ import annotations
@@ -11,17 +11,27 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
+import stat
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from watchdog.observers.inotify_c import (
+    CallbackId,
+    InotifyConstants,
+    InotifyEvent,
+    InotifyFD,
+    Mask,
+    WatchDescriptor,
+)
 
 from hibernode.config import SignalSettings
 from hibernode.host import linux
-
-if TYPE_CHECKING:
-    from watchdog.observers.inotify_c import InotifyEvent, InotifyFD, WatchDescriptor
 
 log = logging.getLogger("hibernode.watch")
 
@@ -37,10 +47,25 @@ REMOTE: Final = frozenset(
 )
 """File systems that change without this kernel being told."""
 
+EVENTS: Final = Mask(
+    # Not IN_CREATE: a file that is being written must not be read before it is closed. What comes
+    # without a close (a hard link, a directory) is found by the next look.
+    InotifyConstants.IN_MOVED_TO
+    | InotifyConstants.IN_CLOSE_WRITE
+    | InotifyConstants.IN_DELETE_SELF
+    | InotifyConstants.IN_MOVE_SELF
+    | InotifyConstants.IN_ONLYDIR
+    | InotifyConstants.IN_DONT_FOLLOW
+)
+
 RETRY_SECONDS: Final = 30.0
 """After inotify could not be had it is asked for again: somebody else's instances may have gone."""
 
-THROTTLE_SECONDS: Final = 1.0
+THROTTLE_SECONDS: Final = 0.05
+"""Least time between two looks at everything that are not the timer's, whatever happens to the directory."""
+
+MAX_NAMES: Final = 4096
+"""Names kept for a loop that is busy; with more than these everything is looked at instead."""
 
 OnChange = Callable[[set[str] | None], None]
 
@@ -53,42 +78,137 @@ class Mode(StrEnum):
     ABSENT = "absent"
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What stands at the path. ``identity`` is device and inode, None where ``problem`` says why not."""
+
+    identity: tuple[int, int] | None
+    problem: str = ""
+    remote: bool = False
+
+
+def _look_at(path: Path) -> _Place:
+    try:
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no directory"
+            return _Place(None, f"what stands there is {kind}")
+        remote = linux.filesystem_type(path) in REMOTE
+    except FileNotFoundError:
+        return _Place(None, "the directory does not exist")
+    except OSError as error:
+        return _Place(None, f"the directory cannot be reached: {error.strerror}")
+    return _Place((status.st_dev, status.st_ino), remote=remote)
+
+
 class _Events:
-    """What watchdog calls from its thread."""
+    """What watchdog's thread calls. Many events make one call into the loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, watcher: DirectoryWatcher) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[set[str], int, bool], None]) -> None:
         self._loop = loop
-        self._watcher = watcher
+        self._take = take
+        self._lock = threading.Lock()
+        self._names: set[str] = set()
+        self._overflows = 0
+        self._stale = False
+        self._called = False
+        self._muted = False
 
-    def _call(self, function: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            self._loop.call_soon_threadsafe(function, *args)
+    def mute(self) -> None:
+        """Report no more: closing a watch says that it was deleted."""
+        self._muted = True
 
     def on_event(self, event: InotifyEvent) -> None:
-        """Hand over the name, or say that the directory itself has changed."""
-        if event.is_delete_self or event.is_move_self:
-            self._call(self._watcher.moved)
-        elif event.name:
-            self._call(self._watcher.named, os.fsdecode(event.name))
+        """Note the name, or that the directory itself has changed."""
+        self._note(os.fsdecode(event.name), stale=event.is_delete_self or event.is_move_self)
 
     def on_watch_deleted(self, wd: WatchDescriptor) -> None:
-        """Take in that the directory is gone."""
+        """Note that the directory is gone or unmounted."""
         del wd
-        self._call(self._watcher.moved)
+        self._note(stale=True)
 
     def on_queue_overflow(self) -> None:
-        """Events were lost."""
-        self._call(self._watcher.overflowed)
+        """Note that the kernel has dropped events (FC-24), perhaps the end of this watch among them."""
+        self._note(stale=True, overflows=1)
+
+    def _note(self, name: str = "", *, stale: bool, overflows: int = 0) -> None:
+        with self._lock:
+            if name:
+                self._names.add(name)
+            self._overflows += overflows
+            self._stale |= stale or len(self._names) > MAX_NAMES
+            if self._stale:
+                self._names.clear()
+            called, self._called = self._called, True
+        if not called:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                self._loop.call_soon_threadsafe(self._hand_over)
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            names, self._names = self._names, set()
+            overflows, self._overflows = self._overflows, 0
+            stale, self._stale = self._stale, False
+            self._called = False
+        if not self._muted:
+            self._take(names, overflows, stale)
+
+
+class _Inotify(InotifyFD):
+    """Watchdog's thread around one inotify instance, without the leaks."""
+
+    def __init__(self) -> None:
+        self._inotify_fd = -1
+        try:
+            super().__init__()
+        except OSError:
+            if self._inotify_fd >= 0:  # it took the last descriptor, and none was left for its pipe
+                os.close(self._inotify_fd)
+            raise
+
+    @classmethod
+    def _create_inotify_fd(cls) -> int:
+        fd = super()._create_inotify_fd()
+        os.set_inheritable(fd, False)  # it comes without CLOEXEC
+        return fd
+
+    def begin(self, path: Path, events: _Events) -> None:
+        """Have ``events`` told what happens at ``path`` from now on.
+
+        :raises OSError: no watch. :raises RuntimeError: no thread. Either way nothing of it remains.
+        """
+        try:
+            self._add(path, events)
+            self.start()
+        except BaseException:
+            self._close_resources()  # close() leaves that to the thread, and there is none
+            raise
+
+    def _add(self, path: Path, events: _Events) -> None:
+        if self.add_callback(os.fsencode(path), EVENTS, events, CallbackId(1)) < 0:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # watchdog does not raise it
 
 
 class DirectoryWatcher:
     """Watches the directory at ``path`` and calls ``on_change(names)`` in the loop.
 
-    ``names`` is None when everything must be looked at: at the start, after each rescan period, after an
-    overflow, and when the directory appears or is replaced. An exception in ``on_change`` is logged.
+    ``names`` are files that were closed after writing or renamed to their name. None says that
+    everything must be looked at: at the start, after each rescan period, after an overflow, when the
+    directory appears or is replaced, and at each turn of the poll where inotify cannot work. The watch is
+    always there before the look, so nothing falls between them. An exception in ``on_change`` is logged.
+
+    ``mode`` and ``mode_reason`` say how it is watched and why not better; ``overflows`` and ``rescans``
+    count queue overflows and looks at everything.
     """
 
-    def __init__(self, path: Path, settings: SignalSettings, on_change: OnChange) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: SignalSettings,
+        on_change: OnChange,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
         self.path = path
         self.mode = Mode.ABSENT
         self.mode_reason = "not started"
@@ -96,18 +216,18 @@ class DirectoryWatcher:
         self.rescans = 0
         self._settings = settings
         self._on_change = on_change
-        self._inotify: InotifyFD | None = None
+        self._retry_seconds = retry_seconds
+        self._retry_at = math.inf
         self._identity: tuple[int, int] | None = None
-        self._names: set[str] = set()
+        self._inotify: InotifyFD | None = None
+        self._events: _Events | None = None
+        self._stale = False
         self._wake = asyncio.Event()
-        self._moved = False
-        self._all = False
         self._task: asyncio.Task[None] | None = None
-        self._retry_at = 0.0
 
     async def start(self) -> None:
-        """Begin to watch; the first look comes at once."""
-        self._arm()
+        """Begin to watch; the first look has been asked for when this returns."""
+        await self._turn()
         self._task = asyncio.create_task(self._run(), name=f"watch {self.path}")
 
     async def stop(self) -> None:
@@ -116,54 +236,42 @@ class DirectoryWatcher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        await asyncio.to_thread(self._disarm)
+        self._disarm()
         self.mode, self.mode_reason = Mode.ABSENT, "stopped"
-
-    # called in the loop, on behalf of watchdog's thread
-
-    def named(self, name: str) -> None:
-        """Take in the name of a file that has appeared or was written."""
-        self._names.add(name)
-        self._wake.set()
-
-    def moved(self) -> None:
-        """Take in that the directory was removed or moved away."""
-        self._moved = True
-        self._wake.set()
-
-    def overflowed(self) -> None:
-        """Take in that the kernel has dropped events (FC-24)."""
-        self.overflows += 1
-        log.warning("%s: the inotify queue overflowed, looking at everything", self.path)
-        self._all = True
-        self._wake.set()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        self._call(None)
-        last = loop.time()
         while True:
-            period = (
-                self._settings.rescan_seconds if self.mode is Mode.INOTIFY else self._settings.poll_seconds
-            )
+            turned_at = loop.time()
+            inotify = self.mode is Mode.INOTIFY
+            period = self._settings.rescan_seconds if inotify else self._settings.poll_seconds
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(last + period):
+                async with asyncio.timeout_at(turned_at + period):
                     await self._wake.wait()
-            self._wake.clear()
-            names, self._names = self._names, set()
-            due = loop.time() >= last + period
-            if self._moved or due:
-                self._all |= self._check()
-                self._moved = False
-            if due:
-                last = loop.time()
-                self._all |= self.mode is not Mode.ABSENT
-            everything, self._all = self._all, False
-            if everything:
-                self.rescans += 1
-                self._call(None)
-            elif names:
-                self._call(names)
+                    await asyncio.sleep(turned_at + THROTTLE_SECONDS - loop.time())
+            await self._turn()
+
+    async def _turn(self) -> None:
+        """See that the right directory is watched, then look at everything in it."""
+        self._wake.clear()
+        try:
+            await self._check()
+        except Exception:
+            log.exception("%s: the watch could not be checked", self.path)
+        if self.mode is not Mode.ABSENT:
+            self.rescans += 1
+            self._call(None)
+
+    def _take(self, names: set[str], overflows: int, stale: bool) -> None:
+        """Take in what the thread has noted."""
+        self.overflows += overflows
+        if overflows:
+            log.warning("%s: the inotify queue overflowed, looking at everything", self.path)
+        if stale:
+            self._stale = True
+            self._wake.set()
+        if names:
+            self._call(names)
 
     def _call(self, names: set[str] | None) -> None:
         try:
@@ -171,86 +279,71 @@ class DirectoryWatcher:
         except Exception:
             log.exception("%s: a change could not be handled", self.path)
 
-    def _check(self) -> bool:
-        """See whether the path still leads to the directory that is watched; re-arm. True: look again."""
-        identity = _identity(self.path)
-        retry = self.mode is Mode.POLL and asyncio.get_running_loop().time() >= self._retry_at
-        if identity == self._identity and identity is not None and not retry and not self._moved:
-            return False
-        if identity is None and self._identity is None:
-            return False
-        before, mode = self._identity, self.mode
-        self._disarm()
-        self._arm()
-        if self._identity != before or self.mode is not mode:
-            log.info(
-                "%s: now %s%s", self.path, self.mode, f" ({self.mode_reason})" if self.mode_reason else ""
-            )
-        return self._identity is not None
-
-    def _arm(self) -> None:
-        """Watch what is at the path now; the look that follows the watch misses nothing."""
-        self._identity = _identity(self.path)
-        if self._identity is None:
-            self.mode, self.mode_reason = Mode.ABSENT, "the directory does not exist"
+    async def _check(self) -> None:
+        stale, self._stale = self._stale, False
+        # In a thread: on a remote file system even this look can hang.
+        place = await asyncio.to_thread(_look_at, self.path)
+        if place.identity is not None and place.identity == self._identity and not stale and self._fit():
             return
-        reason = "asked for by signals.watch" if self._settings.watch == "poll" else ""
-        if not reason and self._settings.watch == "auto":
-            with contextlib.suppress(OSError):
-                if linux.filesystem_type(self.path) in REMOTE:
-                    reason = "the file system changes without inotify knowing"
-        if not reason:
-            reason = self._try_inotify()
-        if _identity(self.path) != self._identity:
-            self.moved()  # replaced while we armed: what is watched may be either of the two
-        self.mode = Mode.POLL if reason else Mode.INOTIFY
-        self.mode_reason = reason
-        if reason:
-            self._retry_at = asyncio.get_running_loop().time() + RETRY_SECONDS
+        before = self.mode, self.mode_reason
+        self._arm(place)
+        if (self.mode, self.mode_reason) != before:
+            wanted = self.mode is Mode.INOTIFY or (self.mode is Mode.POLL and self._settings.watch == "poll")
+            level = logging.INFO if wanted else logging.WARNING
+            log.log(level, "%s: %s", self.path, f"{self.mode} {self.mode_reason}".rstrip())
+        # Replaced while it was armed: what is watched may be either of the two.
+        if self._inotify and (await asyncio.to_thread(_look_at, self.path)).identity != self._identity:
+            self._stale = True
+            self._wake.set()
 
-    def _try_inotify(self) -> str:
-        from watchdog.observers.inotify_c import CallbackId, InotifyConstants, InotifyFD, Mask  # noqa: PLC0415
+    def _fit(self) -> bool:
+        """Whether there is no reason to arm anew."""
+        if self._inotify is not None:
+            return self._inotify.is_alive()
+        return asyncio.get_running_loop().time() < self._retry_at
 
-        # Not IN_CREATE: a file that is being written must not be read before it is closed.
-        mask = Mask(
-            InotifyConstants.IN_MOVED_TO
-            | InotifyConstants.IN_CLOSE_WRITE
-            | InotifyConstants.IN_DELETE_SELF
-            | InotifyConstants.IN_MOVE_SELF
-            | InotifyConstants.IN_ONLYDIR
-        )
+    def _arm(self, place: _Place) -> None:
+        self._disarm()
+        self._identity = place.identity
+        self._retry_at = math.inf
+        if place.identity is None:
+            self.mode, self.mode_reason = Mode.ABSENT, place.problem
+        elif self._settings.watch == "poll":
+            self.mode, self.mode_reason = Mode.POLL, "as signals.watch asks"
+        elif self._settings.watch == "auto" and place.remote:
+            self.mode, self.mode_reason = Mode.POLL, "the file system changes without inotify knowing"
+        else:
+            self._arm_inotify()
+
+    def _arm_inotify(self) -> None:
+        loop = asyncio.get_running_loop()
+        events = _Events(loop, self._take)
         try:
-            inotify = InotifyFD()
-        except OSError as error:
-            return _why(error)
-        inotify.daemon = True
-        inotify.start()
-        try:
-            events = _Events(asyncio.get_running_loop(), self)
-            inotify.add_callback(os.fsencode(self.path), mask, events, CallbackId(1))
-        except OSError as error:
-            inotify.stop()
-            inotify.join()
-            return _why(error)
-        self._inotify = inotify
-        return ""
+            inotify = _Inotify()
+            inotify.begin(self.path, events)
+        except (FileNotFoundError, NotADirectoryError):  # it has gone since the look at it
+            self._identity = None
+            self.mode, self.mode_reason = Mode.ABSENT, "the directory does not exist"
+        except (OSError, RuntimeError) as error:
+            self._retry_at = loop.time() + self._retry_seconds
+            self.mode, self.mode_reason = Mode.POLL, _why(error)
+        else:
+            self._inotify, self._events = inotify, events
+            self.mode, self.mode_reason = Mode.INOTIFY, ""
 
     def _disarm(self) -> None:
+        if self._events is not None:
+            self._events.mute()
+            self._events = None
         if self._inotify is not None:
             self._inotify.stop()
-            self._inotify.join()
+            self._inotify.join()  # it closes its descriptors
             self._inotify = None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return (stat.st_dev, stat.st_ino) if path.is_dir() else None
-
-
-def _why(error: OSError) -> str:
+def _why(error: OSError | RuntimeError) -> str:
+    if isinstance(error, RuntimeError):
+        return f"inotify: {error}"
     named = {
         errno.EMFILE: "no inotify instances or descriptors are left (fs.inotify.max_user_instances)",
         errno.ENFILE: "no file descriptors are left on this machine",
