@@ -16,7 +16,7 @@ from hibernode.artifact.store import Store
 from hibernode.criu.options import DUMP_LOG
 from hibernode.criu.runner import kill_leftovers
 from hibernode.discovery.signals import SignalDir
-from hibernode.errors import HibernodeError, IntegrityError, NotFoundError
+from hibernode.errors import BusyError, HibernodeError, IntegrityError, NotFoundError
 from hibernode.host import netlock
 from hibernode.journal import Step, read_journal
 from hibernode.restored import Phase, Restored
@@ -50,7 +50,13 @@ def recover(store: Store, state: StateDir, signals: SignalDir | None) -> Iterato
     """Deal with every dump and every restore whose agent is gone."""
     yield from recover_dumps(store, signals)
     for entry in restored.unfinished(state):
-        yield from _guarded(entry.id, "restore", partial(_restore, state, entry, signals))
+        try:
+            with store.lock(entry.id):
+                # Read again: whoever held the lock until now may have finished it.
+                if restored.read(state, entry.name).step != Step.DONE:
+                    yield from _guarded(entry.id, "restore", partial(_restore, state, entry, signals))
+        except BusyError:
+            log.info("%s: its restore is under way in another process", entry.id)
 
 
 def recover_dumps(store: Store, signals: SignalDir | None) -> Iterator[Recovered]:

@@ -89,10 +89,11 @@ class Shim:
             self.answer()
             return 1
         self.worker = {"pid": self.root, "start_ticks": start_ticks(self.root)}
-        self.save(phase="running", **self.worker, criu_seconds=seconds)
         pid, status = os.waitpid(self.root, os.WNOHANG)
         if pid:
             self.ended(status)
+        else:
+            self.save(phase="running", **self.worker, criu_seconds=seconds)
         self.answer()
         return self.wait()
 

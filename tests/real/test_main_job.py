@@ -83,16 +83,11 @@ def test_a_tree_of_processes_comes_back_whole(node: Node) -> None:
     """Children are dumped with their parent and are back under their pids."""
     node.start_agent()
     worker = node.start_worker("--children", 3)
-    children = until(
-        "children",
-        lambda: (
-            (c := Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split())
-            and len(c) == 3
-            and c
-        ),
-    )
     freeze(node, worker)
-    until("free pids", lambda: not any(state_letter(int(pid)) for pid in children))
+    tree = (read_json(node.store / worker.id / "manifest.json") or {})["tree"]
+    children = [str(task["pid"]) for task in tree if task["ppid"] == worker.pid]
+    assert len(children) == 3
+    node.pids_free(worker.id)
     assert node.ask_restore(worker.id)["success"] is True
     now = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
     assert sorted(now) == sorted(children)
