@@ -276,7 +276,8 @@ class Agent:
                 self.metrics.gc_removed(GC_REASONS.get(item.why.partition("=")[0].partition(":")[0], "Other"))
                 self.event_log.add("Normal", "Removed", item.id, f"{item.path}: {item.why}")
         return [
-            {"id": item.id, "path": str(item.path), "bytes": item.bytes, "why": item.why} for item in items
+            {"id": item.id, "uuid": item.uuid, "path": str(item.path), "bytes": item.bytes, "why": item.why}
+            for item in items
         ]
 
     def retry(self, id_: CheckpointId) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Requests:
         """Queue what a look at the signal directory has found; refuse at once what cannot be."""
         for rejected in scan.rejected:
             self._say_rejected(rejected)
+        if scan.unsaid:
+            log.warning("%d more files are no requests; only the first are named", scan.unsaid)
         ready = [request for request in scan.ready if not self.parts.jobs.has("checkpoint", request.id)]
         if ready:
             await asyncio.to_thread(self.index.refresh)
