@@ -13,6 +13,7 @@ from typing import Any
 from hibernode import links, restored
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
+from hibernode.criu import moment
 from hibernode.criu.options import DUMP_LOG
 from hibernode.criu.runner import kill_leftovers
 from hibernode.discovery.signals import SignalDir
@@ -109,13 +110,16 @@ def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None) -> Re
 
 
 def _end_criu(staging: Staging, journal: dict[str, Any]) -> None:
-    """Kill what is left of the dump's CRIU; the worker's connections outlive it."""
-    root = noted_worker(journal) if journal.get("tcp") == "established" else None
+    """Kill what is left of the dump's CRIU at a moment that does the worker no harm; its connections live."""
+    root = noted_worker(journal)
     if root is None or journal.get("step") != Step.DUMP:
         kill_leftovers(staging.uuid)
         return
-    netlock.hold(root)
-    kill_leftovers(staging.uuid)
+    safe = partial(moment.is_safe, root)
+    if journal.get("tcp") != "established":
+        kill_leftovers(staging.uuid, safe=safe)
+        return
+    kill_leftovers(staging.uuid, safe=safe, before_kill=partial(netlock.hold, root))
     netlock.heal(root, staging.artifact_path / DUMP_LOG, stopped=set(journal.get("stopped_before") or ()))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.node import HIBERNODE, Node, Worker, read_json, state_letter, until
+from tests.real.node import HIBERNODE, Node, Worker, read_json, until
 
 pytestmark = pytest.mark.criu
 

@@ -146,7 +146,7 @@ def test_another_network_namespace() -> None:
         "sys.stdin.read()\n"
     )
     command = ["unshare", "-n", sys.executable, "-S", "-c", code]
-    ours = os.readlink("/proc/self/ns/net")  # noqa: PTH115 - a text
+    ours = os.readlink("/proc/self/ns/net")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
         assert popen.stdout is not None
         listener, end = map(int, popen.stdout.readline().split())
@@ -155,7 +155,7 @@ def test_another_network_namespace() -> None:
         assert end in {found.inode for found in unix_sockets(popen.pid)}
         assert end not in {found.inode for found in unix_sockets(ME)}
         popen.communicate()
-    assert os.readlink("/proc/self/ns/net") == ours  # noqa: PTH115 - a text
+    assert os.readlink("/proc/self/ns/net") == ours
 
 
 def test_a_process_that_has_ended() -> None:
@@ -190,10 +190,10 @@ def test_only_a_part_of_pyroute2_is_loaded_and_the_rest_still_can_be() -> None:
 def test_descriptors_and_threads_do_not_grow() -> None:
     """A hundred questions leave neither a descriptor nor a thread behind."""
     unix_sockets(ME)
-    before = (len(os.listdir("/proc/self/fd")), threading.active_count())  # noqa: PTH208 - names
+    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
     for _ in range(100):
         unix_sockets(ME)
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before  # noqa: PTH208 - names
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
 def test_an_answer_that_is_an_error_ends_the_wait() -> None:

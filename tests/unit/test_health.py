@@ -90,7 +90,7 @@ async def test_a_hung_check_is_reported_and_not_started_again():
     finally:
         release.set()
     async with asyncio.timeout(30):
-        while (await health.results())[0].state is not State.OK:  # noqa: ASYNC110 - a thread ends it
+        while (await health.results())[0].state is not State.OK:
             await asyncio.sleep(0.01)
 
 

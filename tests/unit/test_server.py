@@ -280,7 +280,7 @@ async def test_peers_that_leave_early_leave_nothing_behind(tmp_path):
             await asyncio.sleep(0)
         assert (await get(server, "/livez"))[0] == 200
         async with asyncio.timeout(60):
-            while open_descriptors() > before:  # noqa: ASYNC110 - the kernel's news come in turns
+            while open_descriptors() > before:
                 await asyncio.sleep(0.01)
 
 
@@ -332,7 +332,7 @@ async def test_connections_are_bounded(tmp_path):
             other.close()
         async with asyncio.timeout(60):
             # The server hears of the ends in its own time.
-            while await send(server, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n") == b"":  # noqa: ASYNC110
+            while await send(server, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n") == b"":
                 await asyncio.sleep(0.01)
 
 

@@ -269,14 +269,25 @@ class _Child:
         os.close(self._pidfd)
 
 
-def kill_leftovers(marker: str) -> list[int]:
+def kill_leftovers(
+    marker: str,
+    *,
+    safe: Callable[[], bool] | None = None,
+    before_kill: Callable[[], None] | None = None,
+) -> list[int]:
     """Kill every CRIU whose environment names ``marker`` and wait until it is gone; returns their pids.
 
     For a new agent after the death of one that had a CRIU running. A *restored worker* is not found:
     when CRIU has put a task's memory in place, its environment and its executable are those of the image,
     and it is the shim, the tree's parent, that ends it. A half-restored task that is still CRIU inside
-    (forked, memory not yet in place) is found and killed.
+    (forked, memory not yet in place) is found and killed. ``safe`` is asked, while CRIU is stopped, whether
+    its death would harm the dumped tree now; it is given GRACE_SECONDS to come to a better moment. Then
+    ``before_kill`` is called.
     """
+    if safe is not None:
+        _stop_safely(marker, safe)
+    if before_kill is not None:
+        before_kill()
     killed: list[int] = []
     deadline = time.monotonic() + LEFTOVER_SECONDS
     while True:
@@ -293,6 +304,24 @@ def kill_leftovers(marker: str) -> list[int]:
                 log.error("criu, pid %d, does not die of SIGKILL: it waits in the kernel", process.pid)
         if not found or time.monotonic() >= deadline:
             return killed
+
+
+def _stop_safely(marker: str, safe: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.ExitStack() as held:
+            found = [process for pid in _pids() if (process := _leftover(pid, marker)) is not None]
+            for process in found:
+                held.enter_context(process)
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGSTOP)
+            time.sleep(REST_SECONDS)
+            if not found or safe():
+                return
+            for process in found:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGCONT)
+        time.sleep(REST_SECONDS)
 
 
 def _wait_gone(process: procfs.Process, seconds: float) -> bool:
