@@ -57,8 +57,13 @@ def make_block_device(path: Path) -> None:
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(f"/proc/self/cwd/{os.path.relpath(path)}")
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            # A socket's path holds 107 bytes; through the descriptor any directory is near.
+            sock.bind(f"/proc/self/fd/{parent}/{path.name}")
+    finally:
+        os.close(parent)
 
 
 def make_sparse(path: Path) -> None:
