@@ -286,11 +286,9 @@ def start_ticks(pid: int) -> int:
 def read_ahead(paths: list[str]) -> None:
     """Read the images in the order in which CRIU will read them, ahead of it.
 
-    CRIU reads into memory that it has just got, so it is busy making pages while the disk idles. Large
-    reads into a buffer that is thrown away keep the disk busy whatever its own read-ahead is. Measured
-    against the rest (docs/benchmarks.md): fadvise(WILLNEED) fills the cache with pages of 4 KiB where a
-    read takes larger ones, and sendfile to /dev/null is held to the device's read-ahead. What is in
-    memory already costs one call a chunk.
+    Large reads into a buffer that is thrown away, so that the disk works while CRIU makes pages, whatever
+    the disk's own read-ahead is. docs/benchmarks.md has the figures, and those of fadvise(WILLNEED) and
+    sendfile. What is in memory already costs one small call a chunk.
     """
     buffer = bytearray(READ_AHEAD_CHUNK)
     for path in paths:
