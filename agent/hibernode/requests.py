@@ -15,7 +15,7 @@ from hibernode.config import Settings
 from hibernode.discovery.locate import ClaimIndex, Located, locate
 from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
 from hibernode.discovery.signals import RestoreRequest as RestoreFile
-from hibernode.errors import HibernodeError, RefusedError
+from hibernode.errors import HibernodeError, RefusedError, UsageError
 from hibernode.events import EventLog
 from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics
@@ -57,8 +57,8 @@ class Requests:
 
     async def take(self, scan: Scan) -> None:
         """Queue what a look at the signal directory has found; refuse at once what cannot be."""
-        for rejected in scan.rejected:
-            self._say_rejected(rejected)
+        if scan.rejected:
+            await asyncio.to_thread(self._say_rejected, scan.rejected)
         if scan.unsaid:
             log.warning("%d more files are no requests; only the first are named", scan.unsaid)
         ready = [request for request in scan.ready if not self.parts.jobs.has("checkpoint", request.id)]
@@ -133,10 +133,28 @@ class Requests:
 
     # what is said of it -------------------------------------------------------------------------------
 
-    def _say_rejected(self, rejected: Rejected) -> None:
-        log.warning("%s: %s", rejected.name, rejected.message)
+    def _say_rejected(self, all_rejected: list[Rejected]) -> None:
+        """Tell everybody, whoever waits for the answer too: a bad request must not make a worker wait."""
+        for rejected in all_rejected:
+            self._answer_rejected(rejected)
+
+    def _answer_rejected(self, rejected: Rejected) -> None:
         self.parts.metrics.rejected(rejected.reason)
-        self.parts.events.add("Warning", rejected.reason, "", f"{rejected.name}: {rejected.message}")
+        stem, _, suffix = rejected.name.partition(".")
+        try:
+            id_ = CheckpointId(stem)
+        except UsageError:  # the directory itself, not a file in it
+            log.warning("%s: %s", rejected.name, rejected.message)
+            self.parts.events.add("Warning", rejected.reason, "", f"{rejected.name}: {rejected.message}")
+            return
+        event = "CheckpointFailed" if f".{suffix}" == ERA_A1.ready_suffix else "RestoreFailed"
+        self._fail(id_, event, rejected.reason, rejected.message)
+        error = f"{rejected.reason}: {rejected.message}"
+        with contextlib.suppress(OSError, HibernodeError):
+            if event == "CheckpointFailed":
+                self.parts.signals.answer_done(id_, checkpoint_path="", success=False, error=error)
+            else:
+                self.parts.signals.answer_restored(id_, {"success": False, "error": error})
 
     def _refuse(self, request: ReadyRequest, error: RefusedError) -> None:
         """Answer a request that leads to no worker, unless the answer would reach the wrong one."""

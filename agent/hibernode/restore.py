@@ -30,6 +30,7 @@ from hibernode.config import Settings
 from hibernode.criu import diagnose, options
 from hibernode.criu.images import page_files
 from hibernode.criu.runner import JOB_ENV, Criu, clean_env, find_criu
+from hibernode.discovery.locate import others_with_marker
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import (
     BusyError,
@@ -238,7 +239,8 @@ class Restorer:
 
     def _findings(self, manifest: Manifest, criu: Criu, request: RestoreRequest) -> list[Finding]:
         facts = host_facts(manifest, criu.version)
-        return compatibility(manifest, facts, strict=request.strict or self.settings.restore.strict)
+        rows = compatibility(manifest, facts, strict=request.strict or self.settings.restore.strict)
+        return [*rows, *_marker_row(manifest, request.id)]
 
     async def _settled_findings(
         self, manifest: Manifest, criu: Criu, request: RestoreRequest
@@ -348,6 +350,12 @@ class Restorer:
         code = state.get("returncode")
         if code in (0, None) and not state.get("timed_out"):
             why = state.get("error") or "the shim ended without an answer"
+            if "restore marker" in why:
+                return CriuError(
+                    f"{work.request.id}: {why}",
+                    remedy="its directory must exist and the worker's user must be able to write there",
+                    reason="MarkerNotWritable",
+                )
             return CriuError(f"the restore failed: {why} (log: {kept})", reason="RestoreFailed", log=kept)
         return criu_failed(
             text,
@@ -380,6 +388,25 @@ class _Work:
     uuid: str
     directory: Dir
     journal: Journal
+
+
+def _marker_row(manifest: Manifest, id_: CheckpointId) -> list[Finding]:
+    """See that no other worker would take the marker for its own and believe that it was restored."""
+    marker = manifest.contract.restore_marker
+    if not marker:
+        return []
+    others = others_with_marker(marker, id_, ERA_A1)
+    pids = ", ".join(str(pid) for pid in others[:8])
+    return [
+        Finding(
+            "restore.marker",
+            Verdict.FAIL if others else Verdict.OK,
+            f"{marker} is this worker's alone",
+            f"pids {pids} of other ids look at it too" if others else "it is",
+            f"start each worker with a {ERA_A1.env_restore_marker} of its own" if others else "",
+            "MarkerShared" if others else "",
+        )
+    ]
 
 
 def may_ask(request: RestoreRequest, manifest: Manifest) -> None:

@@ -21,7 +21,7 @@ from hibernode.compat import cpu_features
 from hibernode.config import Settings
 from hibernode.criu.images import ImageTask, read_pstree
 from hibernode.criu.runner import Criu
-from hibernode.criu.stdio import append_stdio
+from hibernode.criu.stdio import append_stdio, unchecked_paths
 from hibernode.discovery.locate import Contract
 from hibernode.host import mounts, procfs, safefs
 from hibernode.host.procfs import Process
@@ -170,6 +170,12 @@ def build_manifest(
 ) -> m.Manifest:
     """Put the manifest together. Reads the process tree from the images: the one that was frozen."""
     uname = os.uname()
+    with staging.artifact() as artifact, artifact.subdir("images") as images:
+        unchecked = unchecked_paths(images)
+    mapped_files = tuple(
+        entry.model_copy(update={"size_checked": False}) if entry.path in unchecked else entry
+        for entry in seen.mapped_files
+    )
     return m.Manifest(
         id=id_,
         uuid=staging.uuid,
@@ -196,7 +202,7 @@ def build_manifest(
         mounts=seen.mounts,
         namespaces=dict(seen.namespaces),
         fds=seen.pipes,
-        mapped_files=seen.mapped_files,
+        mapped_files=mapped_files,
         links=links,
         files=tuple(files),
         total_bytes=sum(entry.size for entry in files),

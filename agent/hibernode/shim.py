@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
+import select
 import signal
-import subprocess
+import stat
 import sys
 import threading
 import time
@@ -31,8 +33,9 @@ FIRST_INHERITED_FD = 200
 
 READ_AHEAD_CHUNK = 4 << 20
 LOG_NAME = "restore.log"
-EXISTED = 3
-"""Exit code of the child that found the marker there already; it is then not ours to remove."""
+EXISTED, ODD = 3, 4
+"""Exit codes of the child that found the marker there already: a file of the worker's own, which is then not
+ours to remove, or something that is no marker."""
 
 
 def main() -> int:
@@ -53,6 +56,10 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, shim.forward)
     return shim.run()
+
+
+class MarkerError(Exception):
+    """The restore marker cannot be written, so that the worker would not know what it is."""
 
 
 class Shim:
@@ -76,7 +83,7 @@ class Shim:
                 self.root = self.read_root()
         except Exception as error:  # noqa: BLE001 - whatever it was, the agent is told and the tree is ended
             code, timed_out = None, False
-            failure = f"{type(error).__name__}: {error}"
+            failure = str(error) if isinstance(error, MarkerError) else f"{type(error).__name__}: {error}"
         else:
             failure = ""
         seconds = time.monotonic() - started
@@ -127,9 +134,13 @@ class Shim:
         marker = self.spec.get("marker")
         if marker:
             code = self.as_worker(marker, write=True)
+            if code == ODD:
+                # A link or a pipe would not be a marker: it goes, as the worker could make it go.
+                self.as_worker(marker, write=False)
+                code = self.as_worker(marker, write=True)
             self.marker_written = code == 0
             if code not in (0, EXISTED):
-                raise RuntimeError(f"cannot write the restore marker {marker['path']!r} as the worker's user")
+                raise MarkerError(f"the worker's user cannot write the restore marker {marker['path']!r}")
 
     def remove_marker(self) -> None:
         """Take the marker away again after a failed restore."""
@@ -153,7 +164,9 @@ class Shim:
                 else:
                     os.unlink(path)  # noqa: PTH108
             except FileExistsError:
-                os._exit(EXISTED)
+                found = os.lstat(marker["path"])
+                ours = stat.S_ISREG(found.st_mode) and found.st_uid == marker["uid"]
+                os._exit(EXISTED if ours else ODD)
             except BaseException:  # noqa: BLE001 - this child must never go on as a second shim
                 os._exit(1)
             os._exit(0)
@@ -162,48 +175,53 @@ class Shim:
     # CRIU ---------------------------------------------------------------------------------------------
 
     def run_criu(self) -> tuple[int, bool]:
-        """Run ``criu restore`` to its end; (return code, whether the deadline fired)."""
+        """Run ``criu restore``; (return code, negative for a signal; whether the deadline fired)."""
         argv = [*self.spec["criu"], *self.inherited()]
         fds = [FIRST_INHERITED_FD + index for index in range(len(self.spec["inherit"]))]
-        libc = self.libc
-
-        def child_setup() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
         self.save(phase="criu")
-        with open("criu.out", "wb") as output:  # noqa: PTH123
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd="/",
-                env=self.spec["env"],
-                pass_fds=fds,
-                preexec_fn=child_setup,  # noqa: PLW1509 - no other thread runs yet
-                process_group=0,
-            )
+        pid = self.start(argv, fds)
         for fd in fds:
             os.close(fd)
         if self.spec["read_ahead"]:
             threading.Thread(target=read_ahead, args=(self.spec["read_ahead"],), daemon=True).start()
-        try:
-            return process.wait(timeout=self.spec["deadline_seconds"]), False
-        except subprocess.TimeoutExpired:
-            self.end_group(process)
-            return process.returncode, True
-
-    @staticmethod
-    def end_group(process: subprocess.Popen[bytes]) -> None:
-        """End CRIU: TERM, a grace, KILL."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
+        pidfd = os.pidfd_open(pid)
+        timed_out = not ended_within(pidfd, self.spec["deadline_seconds"])
+        if timed_out:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                os.killpg(pid, signal.SIGTERM)
+            ended_within(pidfd, GRACE_SECONDS)
+        if timed_out or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        os.close(pidfd)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), timed_out
+
+    def start(self, argv: list[str], fds: list[int]) -> int:
+        """Fork and exec CRIU in a group of its own, to die with us; by hand, for subprocess takes 10 ms."""
+        if not os.access(argv[0], os.X_OK):
+            raise OSError(errno.ENOENT, f"{argv[0]} cannot be started")
+        output = os.open("criu.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                os.setpgid(0, 0)
+                for number, fd in ((0, null), (1, output), (2, output)):
+                    os.dup2(fd, number)
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+                    signal.signal(number, signal.SIG_DFL)
+                for fd in fds:
+                    os.set_inheritable(fd, True)
+                os.chdir("/")
+                os.execve(argv[0], argv, self.spec["env"])  # noqa: S606 - an argument list, no shell
+            finally:
+                os._exit(127)
+        os.close(output)
+        os.close(null)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # whichever of the two comes first; before a signal to the group
+        return pid
 
     def inherited(self) -> list[str]:
         """Open what takes the place of pipe ends outside the tree, and name it to CRIU."""
@@ -264,6 +282,14 @@ class Shim:
         code = os.waitstatus_to_exitcode(status)
         end = {"exit_code": code} if code >= 0 else {"exit_signal": -code}
         self.save(phase="exited", **self.worker, **end)
+        self.remove_marker()  # else the next cold start would take itself for a restored copy
+
+
+def ended_within(pidfd: int, seconds: float) -> bool:
+    """Wait for a process to end; False when the time is up."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def children() -> list[int]:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -209,3 +210,74 @@ def test_output_through_a_pipe_goes_on_in_a_file(node: Node) -> None:
     until("output", lambda: [p for p in directory.glob("stdout.*.log") if "out" in p.read_text()])
     until("errors", lambda: [p for p in directory.glob("stderr.*.log") if "err" in p.read_text()])
     os.kill(restored["pid"], signal.SIGKILL)
+
+
+def test_a_log_that_is_written_at_its_end_does_not_stop_a_restore(node: Node, tmp_path: Path) -> None:
+    """A file that is open for writing only and stands at its end goes on by appending, like stdout."""
+    log = tmp_path / "app.log"
+    program = (
+        "import itertools, os, sys, time\n"
+        "fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)\n"
+        "for n in itertools.count():\n"
+        "    os.write(fd, b'line %d\\n' % n)\n"
+        "    time.sleep(0.02)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, log],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    id_ = node.new_id()
+    try:
+        until("log", lambda: log.exists() and log.stat().st_size > 50)
+        node.run("checkpoint", "--pid", process.pid, "--id", id_)
+        size = log.stat().st_size
+        until("more log", lambda: log.stat().st_size > size + 50)
+    finally:
+        process.kill()
+        process.wait()
+    before = log.read_text()
+    restored = json.loads(node.run("restore", id_, "-o", "json").stdout)
+    until("log of the restored copy", lambda: log.stat().st_size > len(before) + 50)
+    os.kill(restored["pid"], signal.SIGKILL)
+    assert log.read_text().startswith(before)
+
+
+def test_a_bad_request_is_answered_so_that_nobody_waits_for_ever(node: Node) -> None:
+    """JSON that is no request gets success false with the reason, for a dump and for a restore alike."""
+    node.start_agent()
+    id_ = node.new_id()
+    (node.signals / f"{id_}.ready").write_text('{"pid": "abc"}')
+    assert node.done(id_)["error"].startswith("BadRequest")
+    (node.signals / f"{id_}.restore").write_text('{"force": true}')
+    assert node.restored(id_)["error"].startswith("BadRequest")
+
+
+def test_a_marker_that_another_worker_looks_at_is_refused(node: Node) -> None:
+    """The other worker would take itself for a restored copy."""
+    node.start_agent()
+    shared = str(node.base / "shared-marker")
+    worker = node.start_worker(DYN_RESTORE_MARKER_FILE=shared)
+    freeze(node, worker)
+    node.start_worker("--no-ready", DYN_RESTORE_MARKER_FILE=shared)
+    answer = node.ask_restore(worker.id)
+    assert answer["error"].startswith("MarkerShared"), answer
+    assert not Path(shared).exists()
+
+
+def test_a_link_in_place_of_the_marker_is_replaced_and_not_followed(node: Node) -> None:
+    """The worker finds a marker of its own, and what the link led to is as it was."""
+    node.start_agent()
+    worker = node.start_worker()
+    freeze(node, worker)
+    victim = node.base / "victim"
+    victim.write_text("untouched")
+    marker = node.base / f"{worker.id}.restored-marker"
+    marker.symlink_to(victim)
+    assert node.ask_restore(worker.id)["success"] is True
+    assert marker.read_text() == "restored\n"
+    assert not marker.is_symlink()
+    assert victim.read_text() == "untouched"
+    assert until("restored copy", lambda: (s := read_json(worker.state)) and s["restored"])

@@ -25,6 +25,11 @@ FAILED_RESTORE = "(00.030584) Error (criu/cr-restore.c:2331): Restoring FAILED.\
 # reason, what the message or the remedy must name, the line
 DUMP = [
     ("IoUring", "io_uring", "Error (criu/proc_parse.c:502): Unknown shit 600 (anon_inode:[io_uring])"),
+    (
+        "CapabilityMissing",
+        "limits",
+        "Error (criu/cr-dump.c:900): Can't get rlimit 0: Operation not permitted",
+    ),
     ("IoUring", "22882", "pie: 22882: Error (criu/pie/parasite.c:588): send_fds failed (-22)"),
     ("FdsInFlight", "22882", "pie: 22882: Error (criu/pie/parasite.c:588): send_fds failed (-109)"),
     ("IoUring", "io_uring", "Error (criu/parasite-syscall.c:280): Can't retrieve FDs from socket"),
@@ -427,7 +432,8 @@ def test_the_root_cause_wins_over_what_follows(operation, log, reasons, named):
 
 def test_two_causes_come_in_the_order_of_the_log():
     """Where two strong causes stand, the first line's is the first."""
-    first, second = DUMP[21][2], DUMP[11][2]
+    lines = {reason: line for reason, _, line in DUMP}
+    first, second = lines["TcpEstablished"], lines["GhostFileTooLarge"]
     found = diagnose(f"{first}\n{second}\n{first}\n", 1, "dump")
     assert [cause.reason for cause in found.causes] == ["TcpEstablished", "GhostFileTooLarge"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hibernode.cli.common import (
+from hibernode.cli.common import note_event, (
     ID,
     failed,
     finding_data,
@@ -126,6 +126,8 @@ def _run(
             return await checkpointer.run(Request(id_, process, contract, Trigger.COMMAND, replace=replace))
 
     outcome = run_async(work)
+    event = ("Normal", "CheckpointSucceeded") if outcome.success else ("Warning", "CheckpointFailed")
+    note_event(settings, *event, id_, f"by hand: {outcome.reason}: {outcome.message}")
     if not outcome.success:
         raise failure(outcome)
     data = {

@@ -141,3 +141,12 @@ def finding_data(findings: Iterable[Finding]) -> list[dict[str, str]]:
 def failed(findings: Iterable[Finding]) -> bool:
     """Whether any row fails."""
     return any(finding.verdict is Verdict.FAIL for finding in findings)
+
+
+def note_event(settings: Settings, kind: str, reason: str, id_: CheckpointId, message: str) -> None:
+    """Note what was done by hand among the agent's events."""
+    from hibernode.events import EventLog
+
+    events = EventLog(settings.state_dir)
+    events.add(kind, reason, id_, message)
+    events.close()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hibernode.cli.common import (
+from hibernode.cli.common import note_event, (
     ID,
     failed,
     finding_data,
@@ -72,6 +72,8 @@ def restore_command(
             _dry_run(restorer, request, output)
             return
         outcome = run_async(lambda: restorer.run(request))
+    event = ("Normal", "RestoreSucceeded") if outcome.success else ("Warning", "RestoreFailed")
+    note_event(settings, *event, id_, f"by hand: {outcome.reason}: {outcome.message}")
     if not outcome.success:
         error = HibernodeError(outcome.message, remedy=outcome.remedy, reason=outcome.reason)
         error.exit_code = outcome.exit_code  # type: ignore[misc]  # an instance's own code shadows the class's

@@ -187,4 +187,4 @@ def pin_command(context: Context, id_: CheckpointId, output: str) -> None:
 def unpin_command(context: Context, id_: CheckpointId, output: str) -> None:
     """Let the retention rules apply again."""
     open_store(context.load().settings).unpin(id_)
-    emit("Pin", {"id": id_, "pinned": False}, output, lambda: f"{id_} is not pinned")
+    emit("Pin", {"id": id_, "pinned": False}, output, lambda: f"{id_} is no longer pinned")

@@ -28,6 +28,12 @@ DUMP: Final = (
         _NO_IO_URING,
     ),
     row(
+        "CapabilityMissing",
+        r"Can't get rlimit (?P<which>\d+): Operation not permitted",
+        "CRIU may not read the limits of another user's process",
+        "give the agent CAP_SYS_RESOURCE, or run the worker as root",
+    ),
+    row(
         "FdsInFlight",
         r"pie: (?P<pid>\d+): .*send_fds failed \(-(?:109|24)\)",
         "process {pid} has more descriptors than may be passed at a time",

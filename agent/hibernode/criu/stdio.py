@@ -1,10 +1,12 @@
-"""Standard output on a regular file: let it go on by appending.
+"""Standard output and logs on regular files: let them go on by appending.
 
 A worker that is left running goes on writing to its log after the dump. CRIU notes the log's size and
 refuses to restore when it differs; and if it did not, the restored worker would write over the lines that
 came after the dump. CRIU itself leaves files alone that were opened for appending. So, in a fresh image and
-before it is sealed, the files that descriptors 0 to 2 write to are marked as opened for appending, and
-their noted size is dropped. Nothing else in the image changes.
+before it is sealed, two kinds of files are marked as opened for appending, and their noted size is dropped:
+those that descriptors 0 to 2 write to, and those that are open for writing only and stand at their end,
+which is what a log does. A file that is written in the middle, or read too, keeps its size and its checks.
+Nothing else in the image changes.
 
 Formats: criu/images/fdinfo.proto, regfile.proto; magic numbers: criu/include/magic.h.
 """
@@ -31,14 +33,8 @@ STDIO: Final = frozenset({0, 1, 2})
 # Field numbers of the messages.
 FDINFO_ID, FDINFO_TYPE, FDINFO_FD = 1, 3, 4
 FILE_TYPE, FILE_ID, FILE_REG = 1, 2, 3
-REG_FLAGS, REG_SIZE, REG_BUILD_ID, REG_CHECKSUM, REG_CHECKSUM_CONFIG, REG_CHECKSUM_PARAMETER = (
-    2,
-    8,
-    11,
-    12,
-    13,
-    14,
-)
+REG_FLAGS, REG_POS, REG_NAME, REG_SIZE, REG_BUILD_ID = 2, 3, 6, 8, 11
+REG_CHECKSUM, REG_CHECKSUM_CONFIG, REG_CHECKSUM_PARAMETER = 12, 13, 14
 VALIDATION: Final = frozenset(
     {REG_SIZE, REG_BUILD_ID, REG_CHECKSUM, REG_CHECKSUM_CONFIG, REG_CHECKSUM_PARAMETER}
 )
@@ -50,7 +46,7 @@ Field = tuple[int, int, int | bytes]
 
 
 def append_stdio(images: Dir) -> list[int]:
-    """Mark the regular files that stdio writes to as appending; returns the ids of the changed files.
+    """Mark the regular files that stdio and logs write to as appending; returns the changed files' ids.
 
     :raises IntegrityError: an image is not what CRIU writes.
     """
@@ -61,14 +57,13 @@ def append_stdio(images: Dir) -> list[int]:
         for fields in _messages(images, name, FDINFO_MAGIC)
         if _number(fields, FDINFO_FD) in STDIO and _number(fields, FDINFO_TYPE) == FD_TYPE_REG
     }
-    if not wanted:
-        return []
     changed: list[int] = []
     out = [struct.pack("<II", IMG_COMMON_MAGIC, FILES_MAGIC)]
     for fields in _messages(images, "files.img", FILES_MAGIC):
         entry = fields
-        if _number(fields, FILE_TYPE) == FD_TYPE_REG and _number(fields, FILE_ID) in wanted:
-            entry = [_appending(field) if field[0] == FILE_REG else field for field in fields]
+        if _number(fields, FILE_TYPE) == FD_TYPE_REG:
+            stdio = _number(fields, FILE_ID) in wanted
+            entry = [_appending(field, stdio=stdio) if field[0] == FILE_REG else field for field in fields]
             if entry != fields:
                 changed.append(_number(fields, FILE_ID))
         message = _encode(entry)
@@ -78,13 +73,32 @@ def append_stdio(images: Dir) -> list[int]:
     return changed
 
 
-def _appending(field: Field) -> Field:
+def unchecked_paths(images: Dir) -> frozenset[str]:
+    """List the regular files whose size CRIU will not compare at restore, by absolute path.
+
+    :raises IntegrityError: files.img is not what CRIU writes.
+    """
+    found: set[str] = set()
+    for fields in _messages(images, "files.img", FILES_MAGIC):
+        for number, _, value in fields:
+            if number == FILE_REG and isinstance(value, bytes):
+                entry = _decode(value, "files.img")
+                name = next((item[2] for item in entry if item[0] == REG_NAME), b"")
+                if isinstance(name, bytes) and not any(item[0] == REG_SIZE for item in entry):
+                    found.add("/" + os.fsdecode(name).lstrip("/"))
+    return frozenset(found)
+
+
+def _appending(field: Field, *, stdio: bool) -> Field:
     number, wire, value = field
     if not isinstance(value, bytes):
         raise IntegrityError("files.img: a regular file's entry is a number")
     fields = _decode(value, "files.img")
     flags = _number(fields, REG_FLAGS)
-    if flags & os.O_ACCMODE == os.O_RDONLY:
+    access = flags & os.O_ACCMODE
+    sized = any(item[0] == REG_SIZE for item in fields)
+    log = access == os.O_WRONLY and sized and _number(fields, REG_POS) == _number(fields, REG_SIZE)
+    if not (log or (stdio and access != os.O_RDONLY)):
         return field
     # CRIU looks past the size of a file only if it is write-only and appending; dropping it does the rest.
     kept = [item for item in fields if item[0] not in VALIDATION]

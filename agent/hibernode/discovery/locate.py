@@ -19,7 +19,7 @@ from hibernode.host import linux, procfs
 from hibernode.host.procfs import Process, Stat
 from hibernode.workload import CheckpointId, Era, ProcessKey
 
-START_SLACK_SECONDS: Final = 2.0
+START_SLACK_SECONDS: Final = 0.5
 """Start times have a resolution of one clock tick, and a clock that is stepped moves them against files."""
 
 
@@ -159,18 +159,26 @@ def locate(request: ReadyRequest, index: ClaimIndex, era: Era) -> Located:
             reason="NoClaimant",
         )
     if len(claims) > 1:
-        pids = ", ".join(str(claim.key.pid) for claim in sorted(claims, key=lambda claim: claim.key.pid))
+        pids = sorted(claim.key.pid for claim in claims)
+        named = ", ".join(map(_named, pids))
         raise RefusedError(
-            f"{len(claims)} separate processes claim {request.id}: pids {pids}",
-            remedy="one worker an id: stop the others, or write the right one's pid into the ready file",
+            f"{len(claims)} separate processes claim {request.id}: pids {named}",
+            remedy="set the variables for the worker alone (env, not export), or name its pid in the file",
             reason="TwoClaimants",
-            pids=pids,
+            pids=", ".join(map(str, pids)),
         )
     process = _hold(claims[0].key.pid, request.id)
     if process.key != claims[0].key:
         process.close()
         raise _gone(claims[0].key.pid, request.id)
     return Located(_fitting(process, request), claims[0].contract)
+
+
+def _named(pid: int) -> str:
+    try:
+        return f"{pid} ({procfs.read_stat(pid).comm})"
+    except OSError:
+        return str(pid)
 
 
 def _by_pid(request: ReadyRequest, pid: int, era: Era) -> Located:
@@ -263,3 +271,25 @@ def own_ready_files(claims: Iterable[Claim]) -> list[ReadyRequest]:
             )
         )
     return ready
+
+
+def others_with_marker(marker: str, id_: CheckpointId, era: Era) -> list[int]:
+    """Find the workers of other ids that would take this restore marker for theirs, by pid.
+
+    A worker that is not told of a path looks at the era's own, which all workers on a host share.
+    """
+    namespace = procfs.namespaces(os.getpid()).get("mnt")
+    found: list[int] = []
+    for stat in procfs.all_stats().values():
+        if stat.is_kernel_thread:
+            continue
+        try:
+            environ = procfs.environ(stat.pid)
+            named = environ.get(era.env_hash, "")
+            if not named or named == id_ or procfs.namespaces(stat.pid).get("mnt") != namespace:
+                continue
+        except OSError:
+            continue
+        if contract_of(environ, era).restore_marker == marker:
+            found.append(stat.pid)
+    return found

@@ -251,6 +251,23 @@ def check_uprobes(facts: Facts) -> Finding:
     )
 
 
+def check_limits(facts: Facts) -> Finding:
+    """Check that CRIU may read the limits of other users' processes: prlimit wants CAP_SYS_RESOURCE."""
+
+    def offenders() -> Iterator[str]:
+        for task in facts.tasks:
+            if not facts.may_read_limits and {*task.status.uids[:3], *task.status.gids[:3]} != {0}:
+                yield f"pid {task.pid} ({task.stat.comm}) is of uid {task.status.uids[0]}"
+
+    return row(
+        "tree.limits",
+        "root's processes, or an agent with CAP_SYS_RESOURCE",
+        offenders(),
+        remedy="give the agent CAP_SYS_RESOURCE, or run the worker as root",
+        reason="CapabilityMissing",
+    )
+
+
 def check_ld_preload(facts: Facts) -> Finding:
     """Look for preloaded libraries: a restore needs the same ones (FC-09)."""
 
@@ -282,5 +299,6 @@ TREE_CHECKS: Final[tuple[Callable[[Facts], Finding], ...]] = (
     check_fd_tables,
     check_seccomp,
     check_uprobes,
+    check_limits,
     check_ld_preload,
 )

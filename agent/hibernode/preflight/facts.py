@@ -26,6 +26,9 @@ KERNEL_FILES: Final = ("/[aio]", "/anon_hugepage", "/secretmem")
 IMAGE_OVERHEAD_BYTES: Final = 1 << 20
 """Registers, mappings, descriptors, page tables and CRIU's log: measured as 0.3 to 0.8 MiB a process."""
 
+CAP_SYS_RESOURCE: Final = 24
+"""linux/capability.h. Without CAP_SYS_RESOURCE CRIU can neither read other users' limits nor raise any."""
+
 Place = tuple[int, int]
 """(pid, fd)."""
 
@@ -143,6 +146,7 @@ class Facts:
     - ``socket_kinds``: the kernel's name of the protocol of a socket's inode, empty when it does not say.
     - ``unix_peers``: the peers, by inode, that are not in the tree.
     - ``held_ids``: ids of sessions and process groups, with a process outside the tree that is in it.
+    - ``may_read_limits``: the agent has CAP_SYS_RESOURCE.
     - ``tracers``: who traces a process.
     - ``unseen``, ``denied``: what was too much to look at, and what may not be looked at.
     """
@@ -172,6 +176,7 @@ class Facts:
     outside_pids: frozenset[int] = frozenset()
     held_ids: Mapping[int, int] = field(default_factory=dict)
     preload_file: bool = False
+    may_read_limits: bool = True
     tracers: Mapping[int, str] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()

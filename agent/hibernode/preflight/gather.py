@@ -125,6 +125,7 @@ class _Gatherer:
             tasks=tasks,
             agent_pid=os.getpid(),
             agent_namespaces=procfs.namespaces(os.getpid()),
+            may_read_limits=bool(procfs.read_status(os.getpid()).cap_eff >> f.CAP_SYS_RESOURCE & 1),
             mounts=self.mounts,
             store=f.store_facts(store),
             criu_version=None if criu is None else criu.version,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from hibernode.criu.find import clean_env
 from hibernode.host import linux, procfs
 from hibernode.preflight import store_checks
-from hibernode.preflight.facts import StoreFacts, store_facts
+from hibernode.preflight.facts import CAP_SYS_RESOURCE, StoreFacts, store_facts
 from hibernode.preflight.rows import row, size
 from hibernode.preflight.store_checks import FILE_SYSTEMS, REMOTE_FILE_SYSTEMS, SPARE_MEMORY_BYTES
 from hibernode.workload import Finding, Verdict
@@ -35,9 +35,6 @@ NEEDED_CAPABILITIES: Final = {
     "CAP_SYS_ADMIN": 21,
     "CAP_CHECKPOINT_RESTORE": 40,
 }
-CAP_SYS_RESOURCE: Final = 24
-"""linux/capability.h. Without CAP_SYS_RESOURCE CRIU cannot raise limits, which few programs need."""
-
 CRIU_CHECK_SECONDS: Final = 60.0
 KUBELET: Final = Path("/var/lib/kubelet")
 PROFILE: Final = "seccomp/profiles/block-iouring.json"
@@ -151,7 +148,7 @@ def check_capabilities(effective: int) -> Finding:
         "host.capabilities",
         "CAP_SYS_RESOURCE besides",
         [] if effective >> CAP_SYS_RESOURCE & 1 else ["without CAP_SYS_RESOURCE"],
-        remedy="a worker whose limits are above the agent's own cannot be restored",
+        remedy="only root's workers can be dumped, and none whose limits are above the agent's own restored",
         reason="CapabilityMissing",
         verdict=Verdict.WARN,
         fine="all",
