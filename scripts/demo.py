@@ -180,7 +180,7 @@ def end_restored(pid: int) -> None:
 def main() -> int:
     """Run the demo in a temporary directory; with --keep the directory stays."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=640, help="size of the worker's data")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the worker's data")
     parser.add_argument("--keep", action="store_true", help="leave the directory for a look")
     args = parser.parse_args()
     base = Path(tempfile.mkdtemp(prefix="hibernode-demo-"))

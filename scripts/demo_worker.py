@@ -32,7 +32,7 @@ class Model:
 
     def __init__(self, mib: int) -> None:
         count = (mib << 20) // BLOCK
-        self.blocks = [hashlib.shake_128(b"hibernode %d" % number).digest(BLOCK) for number in range(count)]
+        self.blocks = [hashlib.shake_256(b"hibernode %d" % number).digest(BLOCK) for number in range(count)]
         self.index = {
             block[at : at + 8]: number for number, block in enumerate(self.blocks) for at in (0, 64, 128)
         }

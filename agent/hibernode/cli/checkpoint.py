@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hibernode.cli.common import note_event, (
+from hibernode.cli.common import (
     ID,
     failed,
     finding_data,
     finding_table,
+    note_event,
     open_process,
     open_signals,
     open_store,
