@@ -17,10 +17,10 @@ def run_command(context: Context) -> None:
     import asyncio
 
     from hibernode.daemon import Agent
-    from hibernode.host.linux import limit_malloc_arenas
+    from hibernode.host.linux import limit_malloc
     from hibernode.logs import configure
 
     settings = context.load().settings
     configure(settings.log)
-    limit_malloc_arenas()
+    limit_malloc()
     asyncio.run(Agent.main(settings))
