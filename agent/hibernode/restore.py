@@ -95,7 +95,6 @@ class Plan:
     artifact: Artifact
     findings: list[Finding]
     argv: list[str]
-    verify_seconds: float = 0.0
 
 
 Notify = Callable[[CheckpointId, Step], None]
@@ -211,10 +210,8 @@ class Restorer:
 
     async def plan(self, request: RestoreRequest) -> Plan:
         """Say what :meth:`run` would do, without doing it."""
-        started = time.perf_counter()
         artifact = self.store.get(request.id, request.version or None)
         await self._verify(artifact, digests=request.digests)
-        seconds = time.perf_counter() - started
         criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
         findings = await asyncio.to_thread(self._findings, artifact.manifest, criu, request)
         args = options.restore_args(
@@ -223,7 +220,7 @@ class Restorer:
             _options(artifact.manifest, self.settings),
             work_dir=Path(),
         )
-        return Plan(artifact, findings, [*criu.argv, *args], seconds)
+        return Plan(artifact, findings, [*criu.argv, *args])
 
     # the steps ----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hibernode.artifact.links import LINKS_FILE
+from hibernode.criu.runner import find_criu
 from tests.real.node import Node, until
 
 pytestmark = pytest.mark.criu
@@ -133,9 +135,10 @@ def broken_criu(node: Node) -> Path:
     """Write a CRIU whose dump fails and leaves a link of its kind, as one that is killed does."""
     path = node.base / "criu-that-fails"
     other = node.base / "data" / "other"
+    criu = shlex.join(find_criu("").argv)
     path.write_text(
         f"""#!/bin/bash
-if [ "$1" != dump ]; then exec /opt/criu4/bin/criu "$@"; fi
+if [ "$1" != dump ]; then exec {criu} "$@"; fi
 ln {other} {other.with_name("link_remap.5")}
 touch {other.with_name("link_remap.6")}
 ls -A {other.parent} > {node.base}/seen
