@@ -14,7 +14,7 @@ from tests.bench import agent, disk, pairs, stamp
 from tests.bench.measure import Report, machine_facts
 
 NAMES = ("disk", "64", "1024", "4096", "latency", "rest", "start", "flood")
-ROUNDS = {64: 7, 1024: 5, 4096: 3}
+ROUNDS = {64: 11, 1024: 9, 4096: 5}
 QUICK_ROUNDS = {64: 2, 1024: 1}
 
 
