@@ -187,10 +187,14 @@ def _criu(manifest: Manifest, host: HostFacts) -> Finding:
 
 
 def _version(text: str) -> tuple[int, ...] | None:
+    """Read a version for comparison: 4.2 and 4.2.0 are the same one."""
     try:
-        return tuple(int(part) for part in text.split("."))
+        parts = [int(part) for part in text.split(".")]
     except ValueError:
         return None
+    while parts and parts[-1] == 0:
+        parts.pop()
+    return tuple(parts)
 
 
 def _files(manifest: Manifest, host: HostFacts) -> list[Finding]:

@@ -118,6 +118,14 @@ CASES = [
         (">= 4.2.1", "4.10"),
         id="a newer CRIU, compared as numbers",
     ),
+    pytest.param(
+        {"criu": {"version": "4.2.0"}},
+        {"criu_version": "4.2"},
+        "criu",
+        "ok",
+        ("4.2.0", "4.2"),
+        id="4.2 is 4.2.0",
+    ),
     pytest.param({}, {"criu_version": "4.2"}, "criu", "fail", (">= 4.2.1", "4.2"), id="an older CRIU"),
     pytest.param({}, {"criu_version": ""}, "criu", "skip", ("4.2.1", ""), id="a CRIU of unknown version"),
     pytest.param(

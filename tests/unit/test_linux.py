@@ -234,51 +234,6 @@ def test_no_new_privs_shows_in_the_status():
     assert "NoNewPrivs:\t1" in run_script(code)
 
 
-SUBREAPER = """
-import os
-from hibernode.host import linux
-linux.set_child_subreaper()
-read, write = os.pipe()
-child = os.fork()
-if child == 0:
-    if os.fork() == 0:
-        os.read(read, 1)      # until the one between is reaped
-        os._exit(0 if os.getppid() == int(os.environ["REAPER"]) else 1)
-    os._exit(0)
-os.waitpid(child, 0)
-os.write(write, b"x")
-print(os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]))
-"""
-
-
-def test_a_subreaper_becomes_the_parent_of_its_orphans():
-    """A grandchild whose parent ends is handed to the subreaper, which can wait for it."""
-    code = "import os; os.environ['REAPER'] = str(os.getpid())\n" + SUBREAPER
-    assert run_script(code) == "0"
-
-
-PARENT_DEATH = """
-import os, signal, sys
-from hibernode.host import linux
-if os.fork() == 0:
-    linux.set_parent_death_signal(signal.SIGKILL)
-    print("ready", flush=True)
-    signal.pause()
-sys.stdin.readline()
-"""
-
-
-def test_a_child_that_asked_for_it_dies_with_its_parent():
-    """The pipe that both hold is closed only when both are gone."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT_DEATH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "ready\n"
-        parent.kill()
-        assert parent.stdout.read() == ""
-
-
 SETNS = """
 import ctypes, os, signal
 from hibernode.host import linux

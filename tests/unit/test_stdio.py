@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import struct
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hibernode.criu.stdio import FDINFO_MAGIC, FILES_MAGIC, IMG_COMMON_MAGIC, append_stdio
+from hibernode.criu.stdio import FDINFO_MAGIC, FILES_MAGIC, append_stdio
 from hibernode.errors import IntegrityError
 from hibernode.host.safefs import Dir
+from tests.unit.image_kit import data, image, images, number, varint
 
 REG, PIPE = 1, 2
 RDONLY, WRONLY, RDWR = os.O_RDONLY, os.O_WRONLY, os.O_RDWR
 LARGEFILE = 0o100000
-
-
-def varint(value: int) -> bytes:
-    """Write a number as protobuf does."""
-    out = b""
-    while value > 127:
-        out += bytes([value & 127 | 128])
-        value >>= 7
-    return out + bytes([value])
-
-
-def number(field: int, value: int) -> bytes:
-    """Write a number field."""
-    return varint(field << 3) + varint(value)
-
-
-def data(field: int, value: bytes) -> bytes:
-    """Write a field of bytes."""
-    return varint(field << 3 | 2) + varint(len(value)) + value
-
-
-def image(magic: int, *messages: bytes) -> bytes:
-    """Write an image."""
-    body = b"".join(struct.pack("<I", len(message)) + message for message in messages)
-    return struct.pack("<II", IMG_COMMON_MAGIC, magic) + body
 
 
 def fd(number_: int, file_id: int, kind: int = REG) -> bytes:
@@ -67,16 +38,6 @@ def reg(file_id: int, flags: int, *, checked: bool = True, name: bytes = b"var/l
 def pipe(file_id: int) -> bytes:
     """Write an entry of files.img for a pipe."""
     return number(1, PIPE) + number(2, file_id) + data(5, number(1, file_id) + number(2, 9))
-
-
-@contextlib.contextmanager
-def images(**files: bytes) -> Iterator[Dir]:
-    """Put files ``<name>.img`` into a directory; underscores stand for dashes."""
-    with tempfile.TemporaryDirectory() as name:
-        for file, content in files.items():
-            (Path(name) / f"{file.replace('_', '-')}.img").write_bytes(content)
-        with Dir.open(Path(name)) as directory:
-            yield directory
 
 
 def read(directory: Dir) -> bytes:

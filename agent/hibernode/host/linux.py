@@ -24,8 +24,6 @@ RENAME_NOREPLACE: Final = 1
 RENAME_EXCHANGE: Final = 2
 
 # linux/prctl.h
-PR_SET_PDEATHSIG: Final = 1
-PR_SET_CHILD_SUBREAPER: Final = 36
 PR_SET_NO_NEW_PRIVS: Final = 38
 
 # linux/sched.h: the kinds of namespaces that setns(2) takes
@@ -177,20 +175,6 @@ def _prctl(call: str, option: int, argument: int) -> None:
     zero = ctypes.c_ulong(0)
     if _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(argument), zero, zero, zero) != 0:
         raise _error(call)
-
-
-def set_child_subreaper() -> None:
-    """Make this process the parent of its orphaned descendants, in init's place."""
-    _prctl("prctl(PR_SET_CHILD_SUBREAPER)", PR_SET_CHILD_SUBREAPER, 1)
-
-
-def set_parent_death_signal(signal_number: int) -> None:
-    """Ask for ``signal_number`` when the *thread* that forked this process ends; 0 takes it back.
-
-    It is cleared by fork, and by exec of a set-user-ID program. The parent may be gone already: compare
-    ``os.getppid()`` after this call.
-    """
-    _prctl("prctl(PR_SET_PDEATHSIG)", PR_SET_PDEATHSIG, signal_number)
 
 
 def set_no_new_privs() -> None:
