@@ -250,8 +250,10 @@ async def make_anew(path: Path, rounds: int, shell: subprocess.Popen[str]) -> li
     await watcher.start()
     try:
         for number in range(rounds):
-            # One line: a process of its own makes all of it within some microseconds.
-            line = f"rm -rf {path.parent}; mkdir -p {path} && : > {path}/{number:012x}.ready\n"
+            # One line: a process of its own makes all of it within some microseconds. The ready file goes
+            # first: where only its answer is gone yet, it is a new request, and rightly so.
+            away = f"rm -f {path}/*.ready; rm -rf {path.parent}"
+            line = f"{away}; mkdir -p {path} && : > {path}/{number:012x}.ready\n"
             assert shell.stdin is not None
             shell.stdin.write(line)
             shell.stdin.flush()
