@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 NR_IO_URING_SETUP = 425
+STATE_BYTES = 4096
 
 
 def io_uring() -> str:
@@ -56,13 +57,17 @@ def main() -> int:
             child()
 
     def save(**more: object) -> None:
-        temporary = args.state.with_suffix(".new")
-        temporary.write_text(
-            json.dumps({"pid": os.getpid(), "count": count, "ring": ring, "held": len(held), **more})
-        )
-        temporary.rename(args.state)
+        # Always the same name and size: a dump may fall between open and close, and the restored copy has
+        # to find the file as it was.
+        text = json.dumps({"pid": os.getpid(), "count": count, "ring": ring, "held": len(held), **more})
+        fd = os.open(args.state, os.O_WRONLY)
+        os.pwrite(fd, text.encode().ljust(STATE_BYTES), 0)
+        os.close(fd)
 
     count = 0
+    empty = args.state.with_suffix(".new")
+    empty.write_text("{}".ljust(STATE_BYTES))
+    empty.rename(args.state)
     save(restored=False)
     if args.own_ready:
         Path(os.environ["DYN_CHECKPOINT_READY_FILE"]).touch()

@@ -165,7 +165,7 @@ def test_a_restored_worker_is_watched_until_it_ends(restore: Restore) -> None:
     assert is_gone(answer["pid"])
 
 
-GO = "open(f'{WORK}/go', 'rb').read(1)"
+GO = "open(f'{WORK}/go', 'rb', 0).read(1)"
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,10 @@ def test_how_the_worker_ends_is_noted(restore: Restore, body: str, end: dict[str
     """The exit code or the signal of the worker itself is written down."""
     os.mkfifo(restore.path / "go")
     assert restore.run(worker(body=body))["phase"] == "running"
-    (restore.path / "go").write_bytes(b"xx")
-    state = restore.end()
+    # Held open: one of two readers may come when the other has its byte already.
+    with (restore.path / "go").open("r+b", 0) as go:
+        go.write(b"xx")
+        state = restore.end()
     assert state["phase"] == "exited"
     assert {name: state[name] for name in ("exit_code", "exit_signal") if name in state} == end
 
