@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 from dataclasses import dataclass
 from typing import Final
@@ -36,6 +37,9 @@ CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWPID: Final = 0x20000000
 CLONE_NEWNET: Final = 0x40000000
 
+# linux/nsfs.h: _IO(0xb7, 2)
+NS_GET_PARENT: Final = 0xB702
+
 # linux/magic.h; Lustre's stands in its own lustre_user.h
 CEPH_SUPER_MAGIC: Final = 0x00C36400
 CIFS_SUPER_MAGIC: Final = 0xFF534D42
@@ -54,10 +58,14 @@ AT_FDCWD: Final = -100
 AT_EMPTY_PATH: Final = 0x1000
 AT_NO_AUTOMOUNT: Final = 0x800
 AT_STATX_DONT_SYNC: Final = 0x4000
+AT_SYMLINK_NOFOLLOW: Final = 0x100
 STATX_BASIC_STATS: Final = 0x7FF
+STATX_MNT_ID: Final = 0x1000
 
 # asm-generic/unistd.h; calls of Linux 5.1 and later have the same number on every architecture we run on
 SYS_PIDFD_SEND_SIGNAL: Final = 424
+SYS_OPEN_TREE: Final = 428
+SYS_MOVE_MOUNT: Final = 429
 SYS_PIDFD_OPEN: Final = 434
 SYS_OPENAT2: Final = 437
 SYS_PIDFD_GETFD: Final = 438
@@ -191,6 +199,14 @@ def setns(fd: int, nstype: int = 0) -> None:
         raise _error("setns")
 
 
+def namespace_parent(fd: int) -> int:
+    """Open the parent of a pid or user namespace, close-on-exec.
+
+    :raises OSError: EPERM: there is none, or it is above our own.
+    """
+    return fcntl.ioctl(fd, NS_GET_PARENT)
+
+
 def filesystem_type(fd_or_path: int | str | os.PathLike[str]) -> int:
     """Return the magic number of the file system that a descriptor or a path (links followed) lies on."""
     buffer = _Statfs()
@@ -310,3 +326,69 @@ def limit_malloc() -> None:
         mallopt(M_ARENA_MAX, 1)
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
         mallopt(M_TRIM_THRESHOLD, LARGE_BYTES)
+
+
+# mounts -----------------------------------------------------------------------------------------------
+
+MS_REC: Final = 0x4000
+MS_PRIVATE: Final = 0x40000
+"""linux/mount.h: for :func:`mount`."""
+
+OPEN_TREE_CLONE: Final = 1
+MOVE_MOUNT_F_EMPTY_PATH: Final = 0x4
+
+
+def unshare(flags: int) -> None:
+    """Give this thread new namespaces of the kinds ``CLONE_NEW*``."""
+    if _libc.unshare(ctypes.c_int(flags)) != 0:
+        raise _error("unshare")
+
+
+def mount(source: str, target: str, fs_type: str, flags: int = 0) -> None:
+    """Attach a file system, or with ``MS_PRIVATE`` and the like change how one spreads."""
+    words = (_encode(source), _encode(target), _encode(fs_type))
+    if _libc.mount(*map(ctypes.c_char_p, words), ctypes.c_ulong(flags), None) != 0:
+        raise _error("mount", target)
+
+
+def open_tree_clone(fd: int) -> int:
+    """Copy the one mount that ``fd`` lies on, with ``fd`` as its root; attached nowhere until it is moved.
+
+    :raises OSError: EINVAL when the mount is not of this thread's mount namespace.
+    """
+    flags = OPEN_TREE_CLONE | os.O_CLOEXEC | AT_EMPTY_PATH
+    number: int = _libc.syscall(SYS_OPEN_TREE, ctypes.c_int(fd), ctypes.c_char_p(b""), ctypes.c_uint(flags))
+    if number < 0:
+        raise _error("open_tree")
+    return number
+
+
+def move_mount(fd: int, target: str) -> None:
+    """Attach a mount from :func:`open_tree_clone` at ``target``."""
+    arguments = (
+        ctypes.c_int(fd),
+        ctypes.c_char_p(b""),
+        ctypes.c_int(AT_FDCWD),
+        ctypes.c_char_p(_encode(target)),
+        ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH),
+    )
+    if _libc.syscall(SYS_MOVE_MOUNT, *arguments) != 0:
+        raise _error("move_mount", target)
+
+
+def mount_id(fd: int) -> int:
+    """Return the id of the mount that ``fd`` lies on, as /proc/PID/mountinfo gives it (since Linux 5.8)."""
+    buffer = _Statx()
+    flags = AT_EMPTY_PATH | AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT
+    if (
+        _libc.statx(
+            ctypes.c_int(fd),
+            ctypes.c_char_p(b""),
+            ctypes.c_int(flags),
+            ctypes.c_uint(STATX_MNT_ID),
+            ctypes.byref(buffer),
+        )
+        != 0
+    ):
+        raise _error("statx")
+    return int(buffer.rest[0])
