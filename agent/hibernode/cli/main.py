@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "retry": ("agent", "Forget the failed attempts on an id"),
     "doctor": ("doctor", "Check this machine, change nothing"),
     "seccomp": ("seccomp", "The profile that blocks io_uring"),
+    "placeholder": ("placeholder", "What a restore pod runs: waits to become the restored worker"),
     "config": ("config", "Show the settings and where they come from"),
     "version": ("config", "Print the version"),
     "completion": ("config", "Print the shell completion script"),
