@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes this checkout ready: the few Debian packages that are missing, .venv with what requirements.lock pins,
-# and CRIU in .venv/libexec/criu where find_criu looks. Run it as often as you like: when all is there it only
-# checks a stamp. HIBERNODE_PYTHON names the Python to use (default: the first >= 3.11 on PATH).
+# and in .venv/libexec CRIU and the placeholder, where find_criu and find_placeholder look. Run it as often as
+# you like: when all is there it only checks a stamp. HIBERNODE_PYTHON names the Python to use (default: the
+# first >= 3.11 on PATH).
 set -euo pipefail
 export LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive PATH=$PATH:/usr/sbin:/sbin
 umask 022
@@ -9,10 +10,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$(pwd -P)
 readonly root
 readonly stamp=.venv/.setup-done
+readonly placeholder=.venv/libexec/hibernode/placeholder
 
 # key: changes with whatever decides the result. The folder is part of it: a .venv does not survive a move.
 key() {
-  printf '%s\n' "$root" | cat - requirements.lock pyproject.toml scripts/setup.sh scripts/install-criu.sh |
+  printf '%s\n' "$root" | cat - requirements.lock pyproject.toml scripts/setup.sh scripts/install-criu.sh \
+    scripts/build-placeholder.sh agent/hibernode/data/placeholder.c \
+    scripts/container-tools.sh |
     sha256sum | cut -d ' ' -f 1
 }
 
@@ -20,7 +24,7 @@ key() {
 done_already() {
   local done_key criu
   [ -r "$stamp" ] && { read -r done_key && read -r criu; } <"$stamp" &&
-    [ "$done_key" = "$(key)" ] && [ -x "$criu" ] && .venv/bin/python -c '' 2>/dev/null
+    [ "$done_key" = "$(key)" ] && [ -x "$criu" ] && [ -x "$placeholder" ] && .venv/bin/python -c '' 2>/dev/null
 }
 
 # step LABEL COMMAND...: runs it quietly and says how long it took; shows what it printed if it fails.
@@ -58,7 +62,7 @@ find_python() {
 missing_packages() {
   find_python >/dev/null || echo python3 python3-venv
   command -v gcc >/dev/null || echo gcc
-  [ -e /usr/include/stdio.h ] || echo libc6-dev # the tests build small C programs
+  [ -e /usr/include/stdio.h ] || echo libc6-dev # the placeholder, and small programs of the tests
   ldconfig -p | grep -q 'libseccomp\.so\.2' || echo libseccomp2
   [ -s /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
 }
@@ -121,6 +125,8 @@ if ! venv_is_ours; then
 fi
 step "Python packages of requirements.lock" install_python_packages
 step "CRIU" install_criu
+step "placeholder" scripts/build-placeholder.sh "$placeholder"
+step "container tools" scripts/container-tools.sh
 { key && cat "$criu_path"; } >"$stamp.new"
 mv "$stamp.new" "$stamp"
 printf 'setup: done in %d s; CRIU is %s\n' $((SECONDS - began)) "$(cat "$criu_path")"

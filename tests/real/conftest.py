@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.real.boxes import Kit
 from tests.real.node import Node
 
 
@@ -22,3 +23,14 @@ def node() -> Iterator[Node]:
     finally:
         here.close()
         shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def kit() -> Iterator[Kit]:
+    """Give what makes containers; nothing of it is left behind."""
+    kit = Kit()
+    try:
+        yield kit
+    finally:
+        kit.close()
+    assert kit.leftovers() == []

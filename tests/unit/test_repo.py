@@ -151,7 +151,19 @@ def test_no_module_is_longer_than_500_lines():
     assert {str(path): count for path in modules if (count := len(path.read_text().splitlines())) > 500} == {}
 
 
-@pytest.mark.parametrize("script", [".ci/run", "scripts/setup.sh", "scripts/install-criu.sh"])
+SCRIPTS = [f"scripts/{name}.sh" for name in ("setup", "install-criu", "build-placeholder", "container-tools")]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ".ci/run",
+        "scripts/setup.sh",
+        "scripts/install-criu.sh",
+        "scripts/build-placeholder.sh",
+        "scripts/container-tools.sh",
+    ],
+)
 def test_shell_scripts_can_be_run(script):
     """Each script is executable, stops at the first error, and is bash that parses."""
     path = ROOT / script
@@ -176,7 +188,12 @@ def checkout(tmp_path):
     """Make a checkout with what setup.sh reads, and beside it a Python and a CRIU that only pretend."""
     root = tmp_path / "a checkout"
     (root / "scripts").mkdir(parents=True)
-    for name in ("scripts/setup.sh", "scripts/install-criu.sh", "requirements.lock", "pyproject.toml"):
+    (root / "agent/hibernode/data").mkdir(parents=True)
+    scripts = [
+        f"scripts/{name}"
+        for name in ("setup.sh", "install-criu.sh", "build-placeholder.sh", "container-tools.sh")
+    ]
+    for name in (*scripts, "agent/hibernode/data/placeholder.c", "requirements.lock", "pyproject.toml"):
         shutil.copy2(ROOT / name, root / name)
     (tmp_path / "bin").mkdir()
     for name, text in (("python3.99", PYTHON), ("criu", "#!/bin/sh\necho 'Version: 4.2'\n")):
