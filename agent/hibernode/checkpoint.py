@@ -16,21 +16,24 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from hibernode import links, seal
+from hibernode.answers import Outcome, Request, Trigger, already_there, failed, sentence
 from hibernode.artifact.layout import ARTIFACT, Artifact
-from hibernode.artifact.manifest import LinkFacts, Manifest
+from hibernode.artifact.manifest import DiffFacts, LinkFacts, Manifest
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
 from hibernode.config import Settings
+from hibernode.container import dump as containers
+from hibernode.container.dump import ContainerDump
 from hibernode.criu import diagnose, moment, options
+from hibernode.criu.hook import FrozenHook
 from hibernode.criu.runner import Criu, CriuResult, find_criu, run_criu
-from hibernode.discovery.locate import Contract
+from hibernode.discovery.containers import Container, container_of, hold
 from hibernode.discovery.signals import SignalDir, done_payload
 from hibernode.errors import (
     BusyError,
@@ -43,7 +46,6 @@ from hibernode.errors import (
     StorageError,
 )
 from hibernode.host import netlock
-from hibernode.host.procfs import Process
 from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, uncut, worker_gone
 from hibernode.preflight import Preflight, preflight, refuse
@@ -62,45 +64,6 @@ FULL_BYTES: Final = 1 << 20
 """A disk with less than this left is full: CRIU writes its images in pieces that are larger."""
 
 
-class Trigger(StrEnum):
-    """What said that the worker may be frozen now."""
-
-    SIGNAL = "signal"
-    READY_FILE = "ready-file"
-    COMMAND = "command"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One checkpoint to make. ``process`` is held by its pidfd and stays the caller's to close."""
-
-    id: CheckpointId
-    process: Process
-    contract: Contract
-    trigger: Trigger
-    replace: bool = False
-    announce: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a checkpoint ended. ``phases`` are seconds by name, ``path`` the artifact's."""
-
-    id: CheckpointId
-    success: bool
-    reason: str = ""
-    message: str = ""
-    remedy: str = ""
-    exit_code: int = 0
-    path: str = ""
-    reused: bool = False
-    bytes: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    step: str = ""
-    answered: bool = True
-
-
 @dataclass(slots=True)
 class Work:
     """What the steps hand on to each other."""
@@ -109,7 +72,10 @@ class Work:
     staging: Staging
     journal: Journal
     before: dict[ProcessKey, WorkerState]
+    container: Container | None = None
     preflight: Preflight | None = None
+    dump: ContainerDump | None = None
+    diffs: tuple[DiffFacts, ...] = ()
     criu: Criu | None = None
     argv: tuple[str, ...] = ()
     seen: seal.Description | None = None
@@ -163,29 +129,38 @@ class Checkpointer:
                 present = self._whole(request.id)
                 if present is None or request.replace:
                     return await self._make(request, started)
-                outcome = _present(request, present)
+                outcome = already_there(request, present)
         except BusyError as error:
-            return _failed(request, error, seconds=time.perf_counter() - started, answered=False)
+            return failed(request, error, seconds=time.perf_counter() - started, answered=False)
         except Exception as error:
             if not isinstance(error, (HibernodeError, OSError)):
                 log.exception("%s: unexpected failure", request.id)
-            outcome = _failed(request, as_ours(error), seconds=time.perf_counter() - started)
+            outcome = failed(request, as_ours(error), seconds=time.perf_counter() - started)
         return self.announce(request, outcome)
 
     async def _make(self, request: Request, started: float) -> Outcome:
         if request.trigger is not Trigger.COMMAND:
             self._check_attempts(request.id)
-        with self.store.stage(request.id, min_free_bytes=self.settings.store.min_free_bytes) as staging:
+        container = await asyncio.to_thread(container_of, request.process.pid)
+        with contextlib.ExitStack() as held:
+            if container is not None and container.init != request.process.key:
+                # Of a container all is dumped, whichever of its processes asked.
+                request = dataclasses.replace(request, process=held.enter_context(hold(container)))
+            staging = held.enter_context(
+                self.store.stage(request.id, min_free_bytes=self.settings.store.min_free_bytes)
+            )
             try:
-                return await self._make_in(staging, request, started)
+                return await self._make_in(staging, request, container, started)
             finally:
                 with contextlib.suppress(OSError, HibernodeError):
                     self.store.discard(staging)
 
-    async def _make_in(self, staging: Staging, request: Request, started: float) -> Outcome:
+    async def _make_in(
+        self, staging: Staging, request: Request, container: Container | None, started: float
+    ) -> Outcome:
         before = worker_state(request.process.pid)
         facts = {**_journal_facts(request, staging), **note_states(before)}
-        work = Work(request, staging, Journal(staging.dir, "checkpoint", facts), before)
+        work = Work(request, staging, Journal(staging.dir, "checkpoint", facts), before, container)
         self.state.attempt_begins(request.id)
         try:
             await self._run_steps(work)
@@ -202,7 +177,7 @@ class Checkpointer:
         with contextlib.suppress(OSError, StorageError):
             if outcome.success:
                 self.state.attempts_clear(request.id)
-            error_text = "" if outcome.success else _sentence(outcome)
+            error_text = "" if outcome.success else sentence(outcome)
             work.journal.note(success=outcome.success, error=error_text)
             await work.journal.begin(Step.ANNOUNCE)
         return self.announce(request, outcome)
@@ -212,6 +187,8 @@ class Checkpointer:
         try:
             async with asyncio.timeout(deadline):
                 for step in self._steps:
+                    if step is Step.ROOTFS and work.dump is not None:
+                        continue  # it was a part of the dump
                     self._notify(work.request.id, step)
                     await work.journal.begin(step)
                     with work.journal.timed(step.value):
@@ -237,7 +214,13 @@ class Checkpointer:
         )
         refuse(work.preflight.findings)
         work.journal.note(tcp=work.preflight.tcp)
-        work.seen = await asyncio.to_thread(seal.describe, work.request.process, work.preflight)
+        if work.container is not None:
+            work.dump = await asyncio.to_thread(
+                containers.look, work.container, work.request.process, work.preflight, self.settings
+            )
+            if work.dump.freezer is not None:
+                work.journal.note(freezer=[str(work.dump.freezer.directory), work.dump.freezer.version])
+        work.seen = await asyncio.to_thread(seal.describe, work.request.process, work.preflight, work.dump)
 
     async def _quiesce_gpu(self, work: Work) -> None:
         """Where the GPU's processes are locked and checkpointed; no GPU is driven yet."""
@@ -245,11 +228,24 @@ class Checkpointer:
     async def _dump(self, work: Work) -> None:
         assert work.criu is not None
         assert work.preflight is not None
+        chosen = dump_options(self.settings, work.preflight)
+        if work.dump is None:
+            await self._run_criu(work, chosen)
+            return
+        async with FrozenHook(partial(self._rootfs, work)) as hook:
+            chosen = containers.options(chosen, work.dump)
+            try:
+                await self._run_criu(work, dataclasses.replace(chosen, action_script=hook.argument))
+            except CriuError:
+                if hook.error is not None:
+                    raise hook.error from None
+                raise
+
+    async def _run_criu(self, work: Work, chosen: options.DumpOptions) -> None:
+        assert work.criu is not None
+        assert work.preflight is not None
         args = options.dump_args(
-            work.request.process.pid,
-            work.staging.images,
-            dump_options(self.settings, work.preflight),
-            work_dir=work.staging.artifact_path,
+            work.request.process.pid, work.staging.images, chosen, work_dir=work.staging.artifact_path
         )
         kept = await asyncio.to_thread(links.keep, work.staging, work.preflight)
         established = work.preflight.tcp == "established"
@@ -307,7 +303,15 @@ class Checkpointer:
             return "not kept"
 
     async def _rootfs(self, work: Work) -> None:
-        """Where a container's upper layer is saved; a process on the host has none."""
+        """Save the files that go along with a container, while CRIU holds it; of a process there are none."""
+        if work.dump is None:
+            return
+        self._notify(work.request.id, Step.ROOTFS)
+        await work.journal.begin(Step.ROOTFS)
+        with work.journal.timed(Step.ROOTFS.value):
+            work.diffs = await uncut(
+                asyncio.to_thread(containers.save_files, work.dump, work.request.process, work.staging)
+            )
 
     async def _seal(self, work: Work) -> None:
         assert work.criu is not None
@@ -334,6 +338,7 @@ class Checkpointer:
             files=files,
             phases=phases,
             links=work.links,
+            container=containers.facts(work.dump, work.diffs),
         )
         await uncut(asyncio.to_thread(self.store.seal, work.staging, work.manifest))
 
@@ -361,7 +366,7 @@ class Checkpointer:
             return None
         if not isinstance(error, (HibernodeError, OSError)):
             log.error("%s: unexpected failure in %s", work.request.id, work.journal.step, exc_info=error)
-        return _failed(work.request, ours, step=str(work.journal.step or ""))
+        return failed(work.request, ours, step=str(work.journal.step or ""))
 
     def announce(self, request: Request, outcome: Outcome) -> Outcome:
         """Answer through the signal file, if the worker has one here."""
@@ -372,7 +377,7 @@ class Checkpointer:
                 request.id,
                 checkpoint_path=outcome.path if outcome.success else "",
                 success=outcome.success,
-                error="" if outcome.success else _sentence(outcome),
+                error="" if outcome.success else sentence(outcome),
             )
         except (OSError, HibernodeError) as error:
             log.error("%s: cannot write the signal file: %s", request.id, error)  # noqa: TRY400
@@ -410,7 +415,13 @@ class Checkpointer:
 def _put_back(work: Work) -> None:
     """Bring the worker back to the state it was in, and its connections too if CRIU could not."""
     kept_alive = work.preflight is not None and work.preflight.tcp == "established"
-    if kept_alive and work.journal.step is Step.DUMP and work.request.process.alive():
+    in_dump = work.journal.step in (Step.DUMP, Step.ROOTFS)
+    if work.dump is not None and work.dump.freezer is not None:
+        try:
+            work.dump.freezer.thaw()
+        except HibernodeError as error:  # with the container its cgroup is gone too
+            log.log(logging.ERROR if work.request.process.alive() else logging.DEBUG, "%s", error)
+    if kept_alive and in_dump and work.request.process.alive():
         stopped = {key.pid for key, state in work.before.items() if state.state in STOPPED}
         log_path = work.staging.artifact_path / DUMP_LOG
         netlock.heal(work.request.process.pid, log_path, stopped=stopped)
@@ -443,34 +454,6 @@ def _journal_facts(request: Request, staging: Staging) -> dict[str, Any]:
     }
 
 
-def _failed(
-    request: Request, error: HibernodeError, *, seconds: float = 0.0, step: str = "", answered: bool = True
-) -> Outcome:
-    return Outcome(
-        request.id,
-        success=False,
-        reason=error.reason,
-        message=error.message,
-        remedy=error.remedy,
-        exit_code=error.exit_code,
-        seconds=seconds,
-        step=step,
-        answered=answered,
-    )
-
-
-def _present(request: Request, artifact: Artifact) -> Outcome:
-    return Outcome(
-        request.id,
-        success=True,
-        reason="AlreadyCaptured",
-        message=f"{request.id} is in the store already",
-        path=str(artifact.path),
-        reused=True,
-        bytes=artifact.manifest.total_bytes,
-    )
-
-
 def _captured(work: Work) -> Outcome:
     assert work.manifest is not None
     id_ = work.request.id
@@ -482,9 +465,3 @@ def _captured(work: Work) -> Outcome:
         path=str(work.final_path),
         bytes=work.manifest.total_bytes,
     )
-
-
-def _sentence(outcome: Outcome) -> str:
-    """Say in one line what went wrong and what to do, the reason first."""
-    text = outcome.message if not outcome.remedy else f"{outcome.message}; {outcome.remedy}"
-    return f"{outcome.reason}: {text}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -103,9 +103,9 @@ def _file_facts(path: str) -> FileFacts | None:
     return FileFacts(stat.st_size, stat.st_mtime_ns)
 
 
-def compatibility(manifest: Manifest, host: HostFacts, *, strict: bool = False) -> list[Finding]:
+def compatibility(manifest: Manifest, host: HostFacts) -> list[Finding]:
     """Compare the artifact with this machine; a row a check."""
-    rows = [
+    return [
         _machine(manifest, host),
         _kernel(manifest, host),
         _cpu(manifest, host),
@@ -114,14 +114,16 @@ def compatibility(manifest: Manifest, host: HostFacts, *, strict: bool = False) 
         _pids(manifest, host),
         _memory(manifest, host),
     ]
-    if strict:
-        rows = [
-            dataclasses.replace(row, verdict=Verdict.FAIL, reason=row.reason or "RestoreIncompatible")
-            if row.verdict in (Verdict.WARN, Verdict.SKIP)
-            else row
-            for row in rows
-        ]
-    return rows
+
+
+def strictly(rows: Iterable[Finding]) -> list[Finding]:
+    """Turn warnings and what could not be compared into failures."""
+    return [
+        dataclasses.replace(row, verdict=Verdict.FAIL, reason=row.reason or "RestoreIncompatible")
+        if row.verdict in (Verdict.WARN, Verdict.SKIP)
+        else row
+        for row in rows
+    ]
 
 
 def _row(check: str, verdict: Verdict, expected: str, found: str, remedy: str = "") -> Finding:

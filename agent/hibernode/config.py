@@ -94,6 +94,13 @@ def _absolute_or_empty(value: object) -> object:
     return value if value == "" else _absolute(value)
 
 
+def _words(value: object) -> object:
+    """Take ``"a, b"`` for a list, as the environment and flags have no other way to write one."""
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(",") if word.strip())
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _log_level(value: object) -> object:
     """Take the names of the eras' charts too, in any case."""
     if isinstance(value, str):
@@ -104,6 +111,7 @@ def _log_level(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_no_bool)]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=_MAX_BYTES)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0, le=_MAX_SECONDS, allow_inf_nan=False)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 
 
@@ -149,6 +157,9 @@ class CriuSettings(_Section):
     )
     file_locks: bool = Field(True, description="dump file locks")
     link_remap: bool = Field(True, description="dump files that lost their name but have another")
+    freeze_cgroup: bool = Field(
+        True, description="stop a container through its cgroup's freezer, if it has one of its own"
+    )
 
 
 class CheckpointSettings(_Section):
@@ -163,6 +174,9 @@ class CheckpointSettings(_Section):
     queue_limit: Count = Field(1000, ge=1, description="requests held in memory; the rest wait as files")
     leave: Literal["running", "stopped", "killed"] = Field(
         "running", description="the worker's state after a dump"
+    )
+    rootfs_exclude: Words = Field(
+        (), description="paths of a container that are not saved, such as /var/cache/**, with commas between"
     )
 
 
@@ -245,7 +259,8 @@ class Loaded:
 
     def options(self) -> Iterator[Option]:
         """Yield every key in the order of the models."""
-        for key, field, value in _walk(self.settings):
+        for key, field, found in _walk(self.settings):
+            value = ", ".join(found) if isinstance(found, tuple) else found  # as it may be written
             yield Option(key, value, self.sources.get(key, "default"), field.description or "", env_name(key))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hibernode import links, restored
@@ -19,6 +20,7 @@ from hibernode.criu.runner import kill_leftovers
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import BusyError, HibernodeError, IntegrityError, NotFoundError
 from hibernode.host import netlock
+from hibernode.host.freezer import Freezer
 from hibernode.journal import Step, read_journal
 from hibernode.restored import Phase, Restored
 from hibernode.state import StateDir
@@ -79,6 +81,10 @@ def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None) -> Re
     id_ = staging.id
     journal = read_journal(staging.dir) or {}
     _end_criu(staging, journal)
+    if journal.get("freezer"):
+        with contextlib.suppress(HibernodeError, TypeError, ValueError):
+            directory, version = journal["freezer"]
+            Freezer(Path(directory), version).thaw()
     step = str(journal.get("step", ""))
     worker_lives = settle_from_note(journal)
     answers = signals if journal.get("announce", True) else None
@@ -112,7 +118,7 @@ def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None) -> Re
 def _end_criu(staging: Staging, journal: dict[str, Any]) -> None:
     """Kill what is left of the dump's CRIU at a moment that does the worker no harm; its connections live."""
     root = noted_worker(journal)
-    if root is None or journal.get("step") != Step.DUMP:
+    if root is None or journal.get("step") not in (Step.DUMP, Step.ROOTFS):
         kill_leftovers(staging.uuid)
         return
     safe = partial(moment.is_safe, root)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hibernode import restored
-from hibernode.checkpoint import Checkpointer, Outcome, Request, Trigger
+from hibernode.answers import Outcome, Request, RestoreOutcome, RestoreRequest, Trigger
+from hibernode.checkpoint import Checkpointer
 from hibernode.config import Settings
 from hibernode.discovery.locate import ClaimIndex, Located, locate
 from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
@@ -19,7 +20,7 @@ from hibernode.errors import HibernodeError, RefusedError, UsageError
 from hibernode.events import EventLog
 from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics
-from hibernode.restore import RestoreOutcome, Restorer, RestoreRequest
+from hibernode.restore import Restorer
 from hibernode.restored import Restored
 from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 

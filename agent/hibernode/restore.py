@@ -22,14 +22,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from hibernode import links, restored, shim
+from hibernode.answers import RestoreOutcome, RestoreRequest, answer, restore_failed, sentence
 from hibernode.artifact.layout import Artifact
 from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.store import Store
-from hibernode.compat import PIDS_CHECK, compatibility, host_facts
+from hibernode.compat import PIDS_CHECK, compatibility, host_facts, strictly
 from hibernode.config import Settings
+from hibernode.container import restore as filling
+from hibernode.container import target as targets
+from hibernode.container.gate import container_findings
+from hibernode.container.restore import Applied
+from hibernode.container.target import Target
 from hibernode.criu import diagnose, options
 from hibernode.criu.images import page_files
 from hibernode.criu.runner import JOB_ENV, Criu, clean_env, find_criu
+from hibernode.discovery.containers import find, hold
 from hibernode.discovery.locate import others_with_marker
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import (
@@ -39,9 +46,10 @@ from hibernode.errors import (
     IntegrityError,
     RefusedError,
 )
+from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.journal import Journal, Step
-from hibernode.outcome import as_ours, criu_failed
+from hibernode.outcome import as_ours, criu_failed, uncut
 from hibernode.preflight import refuse
 from hibernode.state import StateDir, read_json, write_json
 from hibernode.workload import ERA_A1, CheckpointId, Finding, Verdict
@@ -54,38 +62,6 @@ PID_SECONDS: Final = 0.05
 
 SHIM_SLACK_SECONDS: Final = 30.0
 """The shim has its own deadline on CRIU; this much later it is taken for dead."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreRequest:
-    """One restore to make. ``version`` is an artifact's uuid; empty: the current one."""
-
-    id: CheckpointId
-    version: str = ""
-    digests: bool = False
-    strict: bool = False
-    announce: bool = True
-    requester_uid: int | None = None
-    identity: tuple[int, int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreOutcome:
-    """How a restore ended. ``directory`` holds its logs and, while the worker lives, its shim's state."""
-
-    id: CheckpointId
-    success: bool
-    pid: int = 0
-    start_ticks: int = 0
-    reason: str = ""
-    message: str = ""
-    remedy: str = ""
-    exit_code: int = 0
-    directory: str = ""
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    step: str = ""
-    answered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +102,26 @@ class Restorer:
                 work = self._begin(request)
                 outcome = await self._steps(work)
         except BusyError as error:
-            return _failed(request, error, answered=False)
+            return restore_failed(request, error, answered=False)
         except Exception as error:
             if not isinstance(error, (HibernodeError, OSError)):
                 log.exception("%s: unexpected failure", request.id)
-            outcome = _failed(request, as_ours(error), work)
+            outcome = restore_failed(
+                request,
+                as_ours(error),
+                directory=str(work.directory.path) if work else "",
+                step=str(work.journal.step or "") if work else "",
+            )
+        if work is not None and not outcome.success:
+            outcome = await self._undo(work, outcome)
         phases = dict(work.journal.phases) if work is not None else {}
         outcome = dataclasses.replace(outcome, seconds=time.perf_counter() - started, phases=phases)
         if work is None:
             return self.announce(request, outcome)
-        with work.directory:
-            work.journal.note(error="" if outcome.success else _sentence(outcome))
+        with work.directory, contextlib.ExitStack() as held:
+            if work.process is not None:
+                held.enter_context(work.process)
+            work.journal.note(error="" if outcome.success else sentence(outcome))
             with contextlib.suppress(OSError):
                 await work.journal.begin(Step.ANNOUNCE)
             outcome = self.announce(request, outcome)
@@ -163,11 +148,14 @@ class Restorer:
         await self._step(work, Step.COMPATIBILITY)
         with journal.timed("compatibility"):
             criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
-            refuse(await self._settled_findings(artifact.manifest, criu, request))
+            target = await asyncio.to_thread(self._target, work)
+            refuse(await self._settled_findings(artifact.manifest, criu, request, target))
         await self._step(work, Step.PREPARE)
         with journal.timed("prepare"):
             self._clear_signals(request.id)
-            spec = self._spec(work, artifact, criu)
+            spec = self._spec(work, artifact, criu, target)
+            if target is not None:
+                await self._fill(work, artifact, target)
             tree = artifact.manifest.tree
             journal.note(links=[link.model_dump() for link in artifact.manifest.links])
             journal.note(pids=sorted({tid for task in tree for tid in (task.pid, *task.threads)}))
@@ -204,6 +192,37 @@ class Restorer:
             directory=str(work.directory.path),
         )
 
+    def _target(self, work: _Work) -> Target | None:
+        """Find and hold the container that is asked for."""
+        if not work.request.into:
+            return None
+        container = find(work.request.into).container
+        work.process = hold(container)
+        work.journal.note(target={"pid": work.process.pid, "start_ticks": work.process.key.start_ticks})
+        return targets.look(container, work.process)
+
+    async def _fill(self, work: _Work, artifact: Artifact, target: Target) -> None:
+        """Bring the worker's files into the container; from here on there is something to undo."""
+        work.applied = filling.planned(artifact.manifest)
+        work.journal.note(applied=[dataclasses.asdict(entry) for entry in work.applied])
+        await work.journal.begin(Step.ROOTFS)
+        with work.journal.timed("rootfs"):
+            await uncut(asyncio.to_thread(filling.apply_files, artifact, target, work.directory))
+
+    async def _undo(self, work: _Work, outcome: RestoreOutcome) -> RestoreOutcome:
+        """Leave the container as it was, and tell its placeholder that it may start cold."""
+        if work.process is None:
+            return outcome
+        problems = await uncut(
+            asyncio.to_thread(filling.undo_files, work.process, work.directory, work.applied)
+        )
+        state = "the container is as it was" if not problems else f"not undone: {'; '.join(problems)}"
+        if not work.process.alive():
+            state = "the container has ended"
+        else:
+            filling.say_failed(work.process)
+        return dataclasses.replace(outcome, message=f"{outcome.message}; {state}")
+
     async def _step(self, work: _Work, step: Step) -> None:
         self._notify(work.request.id, step)
         await work.journal.begin(step)
@@ -213,11 +232,16 @@ class Restorer:
         artifact = self.store.get(request.id, request.version or None)
         await self._verify(artifact, digests=request.digests)
         criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
-        findings = await asyncio.to_thread(self._findings, artifact.manifest, criu, request)
+        with contextlib.ExitStack() as held:
+            target: Target | None = None
+            if request.into:
+                container = find(request.into).container
+                target = targets.look(container, held.enter_context(hold(container)))
+            findings = await asyncio.to_thread(self._findings, artifact.manifest, criu, request, target)
         args = options.restore_args(
             artifact.path / "images",
             Path("restored.pid"),
-            _options(artifact.manifest, self.settings),
+            _options(artifact.manifest, self.settings, Path() if request.into else None),
             work_dir=Path(),
         )
         return Plan(artifact, findings, [*criu.argv, *args])
@@ -234,17 +258,24 @@ class Restorer:
                 remedy=f"take it again; 'hibernode verify {artifact.manifest.id}' lists the files",
             )
 
-    def _findings(self, manifest: Manifest, criu: Criu, request: RestoreRequest) -> list[Finding]:
+    def _findings(
+        self, manifest: Manifest, criu: Criu, request: RestoreRequest, target: Target | None
+    ) -> list[Finding]:
         facts = host_facts(manifest, criu.version)
-        rows = compatibility(manifest, facts, strict=request.strict or self.settings.restore.strict)
-        return [*rows, *_marker_row(manifest, request.id)]
+        rows = container_findings(manifest, target)
+        if target is None:
+            rows += _marker_row(manifest, request.id)
+        else:
+            facts = targets.seen_from(manifest, target, facts)
+        rows = [*compatibility(manifest, facts), *rows]
+        return strictly(rows) if request.strict or self.settings.restore.strict else rows
 
     async def _settled_findings(
-        self, manifest: Manifest, criu: Criu, request: RestoreRequest
+        self, manifest: Manifest, criu: Criu, request: RestoreRequest, target: Target | None
     ) -> list[Finding]:
         """Compare, and give the dumped worker a moment to be gone: who asks at once finds it ending."""
         for _ in range(PID_TRIES):
-            findings = await asyncio.to_thread(self._findings, manifest, criu, request)
+            findings = await asyncio.to_thread(self._findings, manifest, criu, request, target)
             if [row.check for row in findings if row.verdict is Verdict.FAIL] != [PIDS_CHECK]:
                 break
             await asyncio.sleep(PID_SECONDS)
@@ -275,7 +306,7 @@ class Restorer:
             self.signals.clear(id_, ERA_A1.ready_suffix)
             self.signals.clear(id_, ERA_A1.done_suffix)
 
-    def _spec(self, work: _Work, artifact: Artifact, criu: Criu) -> dict[str, Any]:
+    def _spec(self, work: _Work, artifact: Artifact, criu: Criu, target: Target | None) -> dict[str, Any]:
         manifest = artifact.manifest
         images = artifact.path / "images"
         directory = work.directory.path
@@ -283,7 +314,7 @@ class Restorer:
         args = options.restore_args(
             images,
             pidfile,
-            _options(manifest, self.settings),
+            _options(manifest, self.settings, directory if target is not None else None),
             work_dir=directory,
         )
         marker = manifest.contract.restore_marker
@@ -292,7 +323,8 @@ class Restorer:
             "env": {**clean_env(), JOB_ENV: work.uuid},
             "pidfile": str(pidfile),
             "deadline_seconds": self.settings.restore.deadline_seconds,
-            "inherit": _inherit(manifest),
+            "inherit": _inherit(manifest) if target is None else filling.inherit(manifest),
+            "container": None if target is None else targets.spec(manifest, target),
             "marker": {
                 "path": marker,
                 "uid": manifest.process.uids[1],
@@ -385,6 +417,8 @@ class _Work:
     uuid: str
     directory: Dir
     journal: Journal
+    process: Process | None = None
+    applied: list[Applied] = field(default_factory=list)
 
 
 def _marker_row(manifest: Manifest, id_: CheckpointId) -> list[Finding]:
@@ -420,21 +454,14 @@ def may_ask(request: RestoreRequest, manifest: Manifest) -> None:
         )
 
 
-def answer(outcome: RestoreOutcome) -> dict[str, Any]:
-    """Build the body of ``<id>.restored``."""
-    if outcome.success:
-        return {"success": True, "pid": outcome.pid}
-    return {"success": False, "error": _sentence(outcome)}
+def _options(manifest: Manifest, settings: Settings, directory: Path | None) -> options.RestoreOptions:
+    """Take what must match the dump from the manifest, the rest from the settings.
 
-
-def _sentence(outcome: RestoreOutcome) -> str:
-    text = outcome.message if not outcome.remedy else f"{outcome.message}; {outcome.remedy}"
-    return f"{outcome.reason}: {text}"
-
-
-def _options(manifest: Manifest, settings: Settings) -> options.RestoreOptions:
-    """Take what must match the dump from the manifest, the rest from the settings."""
+    ``directory``: the restore's own, where the shim puts the mounts of a container.
+    """
     return options.RestoreOptions(
+        external=() if directory is None else targets.external(manifest, directory),
+        root=None if directory is None else str(directory / "root"),
         shell_job=manifest.shell_job,
         tcp="close" if manifest.tcp == "close" else "established",
         file_locks=settings.criu.file_locks,
@@ -457,19 +484,3 @@ def _inherit(manifest: Manifest) -> list[dict[str, str]]:
             mode = "read" if entry.access == "read" else "append"
             ends[entry.target] = {"key": entry.target, "mode": mode, "file": f"{name}.{number}.log"}
     return list(ends.values())
-
-
-def _failed(
-    request: RestoreRequest, error: HibernodeError, work: _Work | None = None, *, answered: bool = True
-) -> RestoreOutcome:
-    return RestoreOutcome(
-        request.id,
-        success=False,
-        reason=error.reason,
-        message=error.message,
-        remedy=error.remedy,
-        exit_code=error.exit_code,
-        directory=str(work.directory.path) if work is not None else "",
-        step=str(work.journal.step or "") if work is not None else "",
-        answered=answered,
-    )

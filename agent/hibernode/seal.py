@@ -19,6 +19,8 @@ from hibernode.artifact.layout import entries
 from hibernode.artifact.staging import Staging
 from hibernode.compat import cpu_features
 from hibernode.config import Settings
+from hibernode.container.dump import ContainerDump, in_diff
+from hibernode.container.target import stat_in
 from hibernode.criu.images import ImageTask, read_pstree
 from hibernode.criu.runner import Criu
 from hibernode.criu.stdio import append_stdio, unchecked_paths
@@ -51,7 +53,7 @@ class Description:
     pipes: tuple[m.FdFacts, ...]
 
 
-def describe(process: Process, checked: Preflight) -> Description:
+def describe(process: Process, checked: Preflight, dump: ContainerDump | None = None) -> Description:
     """Look at the worker once more before it is dumped, for what the images do not say or say too late."""
     pid = process.pid
     status = procfs.read_status(pid)
@@ -70,7 +72,8 @@ def describe(process: Process, checked: Preflight) -> Description:
             no_new_privs=status.no_new_privs,
             seccomp_mode=status.seccomp_mode,
         ),
-        comms={task.pid: task.stat.comm for task in checked.facts.tasks},
+        # The images name tasks by their pids in the tree's own pid namespace, the innermost one.
+        comms={task.status.ns_pids[-1]: task.stat.comm for task in checked.facts.tasks},
         mounts=tuple(
             m.MountFacts(
                 mount_point=mount.mount_point,
@@ -82,7 +85,7 @@ def describe(process: Process, checked: Preflight) -> Description:
             for mount in mounts.mounts(pid)
         ),
         namespaces=procfs.namespaces(pid),
-        mapped_files=tuple(_mapped_files(checked)),
+        mapped_files=tuple(_mapped_files(process, checked, dump)),
         pipes=tuple(
             m.FdFacts(
                 pid=owner, fd=fd, target=target, kind="pipe", access="read" if access == "r" else "write"
@@ -92,8 +95,11 @@ def describe(process: Process, checked: Preflight) -> Description:
     )
 
 
-def _mapped_files(checked: Preflight) -> Iterable[m.MappedFile]:
-    """List the files that the image will refer to by path, and whether CRIU will insist on their size."""
+def _mapped_files(process: Process, checked: Preflight, dump: ContainerDump | None) -> Iterable[m.MappedFile]:
+    """List the files that the image will refer to by path, and whether CRIU will insist on their size.
+
+    Of a container only those that a restore must find: not those that go along with it.
+    """
     checked_sizes: dict[str, bool] = {}
     for task in checked.facts.tasks:
         with contextlib.suppress(ProcessLookupError):
@@ -109,18 +115,25 @@ def _mapped_files(checked: Preflight) -> Iterable[m.MappedFile]:
     for path, size_checked in sorted(checked_sizes.items()):
         if path.startswith(KERNEL_FILES) and not path.startswith(SHARED_MEMORY):
             continue
-        with contextlib.suppress(OSError, ValueError):
-            stat = os.stat(path)  # noqa: PTH116 - one call a file, there may be thousands
-            if found < MAX_MAPPED_FILES:
-                found += 1
-                yield m.MappedFile(
-                    path=path,
-                    size=stat.st_size,
-                    mtime_ns=stat.st_mtime_ns,
-                    dev=stat.st_dev,
-                    ino=stat.st_ino,
-                    size_checked=size_checked,
-                )
+        if dump is not None and in_diff(dump, path):
+            continue
+        stat = _stat(path) if dump is None else stat_in(process.pid, path)
+        if stat is not None and found < MAX_MAPPED_FILES:
+            found += 1
+            yield m.MappedFile(
+                path=path,
+                size=stat.st_size,
+                mtime_ns=stat.st_mtime_ns,
+                dev=stat.st_dev,
+                ino=stat.st_ino,
+                size_checked=size_checked,
+            )
+
+
+def _stat(path: str) -> os.stat_result | None:
+    with contextlib.suppress(OSError, ValueError):
+        return os.stat(path)  # noqa: PTH116 - one call a file, there may be thousands
+    return None
 
 
 async def finish_images(staging: Staging, settings: Settings, journal: Journal) -> list[m.FileEntry]:
@@ -167,6 +180,7 @@ def build_manifest(
     files: list[m.FileEntry],
     phases: Mapping[str, float],
     links: tuple[m.LinkFacts, ...] = (),
+    container: m.ContainerFacts | None = None,
 ) -> m.Manifest:
     """Put the manifest together. Reads the process tree from the images: the one that was frozen."""
     uname = os.uname()
@@ -207,6 +221,7 @@ def build_manifest(
         files=tuple(files),
         total_bytes=sum(entry.size for entry in files),
         phases=dict(phases),
+        container=container,
     )
 
 

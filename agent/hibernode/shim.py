@@ -1,12 +1,14 @@
 """The parent of one restored worker: starts CRIU, watches the worker, knows its exit code.
 
-It runs as its own small process (``python -I -S shim.py DIR``; standard library only) so that a restored
-worker outlives the agent, and so that somebody is its real parent: an exit code that is not waited for
-can only be guessed. ``DIR`` is the restore's own directory; ``spec.json`` in it says what to do,
-``state.json`` what has happened, whole at every instant. A lock on ``DIR/lock`` is held while it lives.
+It runs as its own small process (``python -I -S shim.py DIR``; standard library and modules of ours that
+need no more) so that a restored worker outlives the agent, and so that somebody is its real parent: an exit
+code that is not waited for can only be guessed. ``DIR`` is the restore's own directory; ``spec.json`` in it
+says what to do, ``state.json`` what has happened, whole at every instant. A lock on ``DIR/lock`` is held
+while it lives.
 
 As a child subreaper it inherits what CRIU leaves behind, also the half-restored tree of a CRIU that was
-killed, and ends it.
+killed, and ends it. A worker that is restored into a container has the container's own init for a parent:
+see :mod:`hibernode.shim_container`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ import stat
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+if TYPE_CHECKING:
+    from hibernode.shim_container import Container
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -72,6 +79,11 @@ class Shim:
         self.root: int | None = None
         self.worker: dict[str, int] = {}
         self.marker_written = False
+        self.container: Container | None = None
+        if spec.get("container"):
+            from hibernode.shim_container import Container  # noqa: PLC0415 - half of the restores need none
+
+            self.container = Container(spec["container"], os.getcwd())  # noqa: PTH109
 
     def run(self) -> int:
         """Restore, answer on standard output, wait for the end."""
@@ -97,13 +109,19 @@ class Shim:
             self.answer()
             return 1
         self.worker = {"pid": self.root, "start_ticks": start_ticks(self.root)}
-        pid, status = os.waitpid(self.root, os.WNOHANG)
-        if pid:
+        status = self.container.adopted(self.root) if self.container else self.status()
+        if status is not None:
             self.ended(status)
         else:
             self.save(phase="running", **self.worker, criu_seconds=seconds)
         self.answer()
-        return self.wait()
+        return self.wait_in(self.container) if self.container else self.wait()
+
+    def status(self) -> int | None:
+        """Reap the root if it has ended."""
+        assert self.root is not None
+        pid, status = os.waitpid(self.root, os.WNOHANG)
+        return status if pid else None
 
     def save(self, **state: Any) -> None:
         """Replace ``state.json``; the last state stays known to :meth:`answer`."""
@@ -153,6 +171,8 @@ class Shim:
         child = os.fork()
         if child == 0:
             try:
+                if self.container:
+                    self.container.enter_files()
                 os.setgroups(marker["groups"])
                 os.setresgid(*[marker["gid"]] * 3)
                 os.setresuid(*[marker["uid"]] * 3)
@@ -180,7 +200,10 @@ class Shim:
         argv = [*self.spec["criu"], *self.inherited()]
         fds = [FIRST_INHERITED_FD + index for index in range(len(self.spec["inherit"]))]
         self.save(phase="criu")
-        pid = self.start(argv, fds)
+        if self.container:
+            self.container.prepare()
+        with self.container.pids() if self.container else contextlib.nullcontext():
+            pid = self.start(argv, fds)
         for fd in fds:
             os.close(fd)
         if self.spec["read_ahead"]:
@@ -210,6 +233,8 @@ class Shim:
                 os.setpgid(0, 0)
                 for number, fd in ((0, null), (1, output), (2, output)):
                     os.dup2(fd, number)
+                if self.container:
+                    self.container.enter()
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
                     signal.signal(number, signal.SIG_DFL)
                 for fd in fds:
@@ -230,6 +255,8 @@ class Shim:
         for index, end in enumerate(self.spec["inherit"]):
             if end["mode"] == "read":
                 fd = os.open("/dev/null", os.O_RDONLY)
+            elif self.container:
+                fd = self.container.opened(end["mode"])
             else:
                 fd = os.open(end["file"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             os.dup2(fd, FIRST_INHERITED_FD + index)
@@ -241,12 +268,16 @@ class Shim:
         """Read the root's pid from CRIU's pid file and check that it is ours; it may have ended already."""
         with open(self.spec["pidfile"], encoding="ascii") as file:  # noqa: PTH123
             pid = int(file.read(32))
+        if self.container:
+            return self.container.host_pid(pid)
         if int(stat_fields(pid)[1]) != os.getpid():
             raise RuntimeError(f"the restored root, pid {pid}, is not our child")
         return pid
 
     def end_children(self) -> None:
         """End whatever is left of a restore that failed: a killed CRIU leaves half a tree to us."""
+        if self.container:
+            self.container.end_half_tree()
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
             for pid in children():
@@ -277,11 +308,20 @@ class Shim:
             if pid == self.root:
                 self.ended(status)
 
-    def ended(self, status: int) -> None:
-        """Write down how the worker ended."""
+    def wait_in(self, container: Container) -> int:
+        """Wait for a worker that the container's init is the parent of."""
+        if self.root is not None:
+            self.ended(container.status(self.root))
+        container.finish()
+        return 0
+
+    def ended(self, status: int | None) -> None:
+        """Write down how the worker ended; nothing is guessed where nobody knows."""
         self.root = None  # first of all: it is reaped, so its pid may be another's from now on
-        code = os.waitstatus_to_exitcode(status)
-        end = {"exit_code": code} if code >= 0 else {"exit_signal": -code}
+        end: dict[str, int] = {}
+        if status is not None:
+            code = os.waitstatus_to_exitcode(status)
+            end = {"exit_code": code} if code >= 0 else {"exit_signal": -code}
         self.save(phase="exited", **self.worker, **end)
         self.remove_marker()  # else the next cold start would take itself for a restored copy
 

@@ -275,15 +275,22 @@ def test_a_stopped_task_is_worth_a_word(start: Callable[..., Worker]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["-m"], ["-n"], ["-p", "--fork"], ["-U"]], ids=["mnt", "net", "pid", "user"]
+    ("options", "reason"),
+    [
+        (["-m"], "ContainerNotSupported"),
+        (["-n"], "ContainerNotSupported"),
+        (["-p", "--fork"], "ContainerNotSupported"),
+        (["-U"], "UserNamespace"),
+    ],
+    ids=["mnt", "net", "pid", "user"],
 )
-def test_containers_are_refused(start: Callable[..., Worker], options: list[str]) -> None:
-    """A root in another mount, network, pid or user namespace is not dumped yet."""
+def test_half_a_container_is_refused(start: Callable[..., Worker], options: list[str], reason: str) -> None:
+    """A root with some namespaces of its own, but not those of a container, cannot be dumped."""
     worker = start("", "unshare", *options)
     root = next(stat.pid for stat in procfs.tree(worker.pid) if stat.comm.startswith("python"))
     row = Worker(root, worker.popen, worker.directory).row("tree.namespaces")
     assert row.verdict is FAIL
-    assert row.reason == "ContainerNotSupported"
+    assert row.reason == reason
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hibernode.compat import SHOWN, FileFacts, HostFacts, compatibility, cpu_features, host_facts
+from hibernode.compat import SHOWN, FileFacts, HostFacts, compatibility, cpu_features, host_facts, strictly
 from hibernode.workload import Finding, Verdict
 from tests.unit.artifact_kit import manifest
 
@@ -38,7 +38,8 @@ def rows_of(
     image: dict[str, Any] | None = None, host: dict[str, Any] | None = None, *, strict: bool = False
 ) -> dict[str, Finding]:
     """Run the gate on a good pair with changes."""
-    found = compatibility(manifest(**(image or {})), dataclasses.replace(HOST, **(host or {})), strict=strict)
+    found = compatibility(manifest(**(image or {})), dataclasses.replace(HOST, **(host or {})))
+    found = strictly(found) if strict else found
     rows = {row.check: row for row in found}
     assert len(rows) == len(found)
     return rows

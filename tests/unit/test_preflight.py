@@ -45,6 +45,7 @@ REG = st.S_IFREG | 0o600
 BLK = st.S_IFBLK | 0o600
 PIPE = st.S_IFIFO | 0o600
 GIB = 1 << 30
+CONTAINER = {**NAMESPACES, "pid": 91, "pid_for_children": 91, "mnt": 92, "net": 93}
 
 
 def make_stat(pid: int = ROOT, **changes: Any) -> Stat:
@@ -265,9 +266,16 @@ CASES: list[tuple[str, Facts, str, Verdict, tuple[str, ...]]] = [
     ("a process that may not be looked at fails", make_facts(denied=("pid 101: Permission denied",)),
      "tree.readable", FAIL, ("pid 101",)),
     ("what was too much is said", make_facts(unseen=("904 of 5000 processes",)), "tree.size", WARN, ("904",)),
-    *((f"a root in another {name} namespace is a container", make_facts(make_task(namespaces={**NAMESPACES, name: 99})),
-       "tree.namespaces", FAIL, ("ContainerNotSupported", name, "containers are not dumped by this command yet"))
-      for name in ("mnt", "pid", "net", "user")),
+    *((f"a root with only a {name} namespace of its own is no container", make_facts(make_task(namespaces={**NAMESPACES, name: 99})),
+       "tree.namespaces", FAIL, ("ContainerNotSupported", name, "hostPID"))
+      for name in ("mnt", "pid", "net")),
+    ("a root in another user namespace is refused", make_facts(make_task(namespaces={**NAMESPACES, "user": 99})),
+     "tree.namespaces", FAIL, ("UserNamespace", "hostUsers")),
+    ("a process of a container that is not its init is refused",
+     make_facts(make_task(status=make_status(ns_pids=(ROOT, 7)), namespaces=CONTAINER)),
+     "tree.namespaces", FAIL, ("ContainerNotSupported", "pid 7 in its pid")),
+    ("a whole container is dumped", make_facts(make_task(status=make_status(ns_pids=(ROOT, 1)), namespaces=CONTAINER)),
+     "tree.namespaces", OK, ("one container",)),
     *((f"a root in another {name} namespace is dumped", make_facts(make_task(namespaces={**NAMESPACES, name: 99})),
        "tree.namespaces", OK, ()) for name in ("ipc", "uts", "cgroup")),
     *((f"a {name} namespace inside the tree fails",

@@ -15,7 +15,8 @@ from typing import Any, cast
 
 import pytest
 
-from hibernode.checkpoint import Checkpointer, Outcome, Request, Trigger
+from hibernode.answers import Outcome, Request, RestoreOutcome, RestoreRequest, Trigger
+from hibernode.checkpoint import Checkpointer
 from hibernode.config import Settings, SignalSettings
 from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
 from hibernode.discovery.signals import RestoreRequest as RestoreFile
@@ -24,7 +25,7 @@ from hibernode.host import procfs
 from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics
 from hibernode.requests import Parts, Requests
-from hibernode.restore import RestoreOutcome, Restorer, RestoreRequest
+from hibernode.restore import Restorer
 from hibernode.restored import Phase, Restored
 from hibernode.workload import ProcessKey
 from tests.unit.artifact_kit import ID, OTHER

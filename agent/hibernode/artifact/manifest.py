@@ -180,6 +180,55 @@ class LinkFacts(_Part):
     ino: Count
 
 
+class ExternalMount(_Part):
+    """A mount that is not in the image: the container that takes the worker must have one at the same place.
+
+    ``key`` is its name between dump and restore; ``directory``: it is a directory, else a file.
+    """
+
+    key: Annotated[str, Field(pattern=r"^m[0-9]{1,6}$")]
+    mount_point: Text
+    fs_type: Text
+    directory: bool
+
+
+class DiffFacts(_Part):
+    """Files of a container that are in the artifact: of its rootfs, or of a tmpfs at ``mount_point``.
+
+    ``file``: the tar, relative to the artifact. ``bytes``: its content, holes left out. ``skipped``: sockets
+    and device nodes, which are not brought back.
+    """
+
+    file: Annotated[str, AfterValidator(_inside)]
+    mount_point: Text
+    entries: Count
+    bytes: Count
+    skipped: Count = 0
+
+
+class ContainerFacts(_Part):
+    """The container that the tree was; empty texts where nobody said.
+
+    ``net``: the inode of its network namespace if that is not the node's. ``lower``: the rootfs's lower
+    layers, where they were. ``memory_limit``: bytes, 0 for none. ``addresses``: the container's own, which
+    kept connections and listening sockets are bound to. ``devices``: paths of the device nodes below /dev.
+    """
+
+    id: Text
+    runtime: Text = ""
+    pod_uid: Text = ""
+    net: Count = 0
+    uid_map: Text = ""
+    gid_map: Text = ""
+    memory_limit: Count = 0
+    mounts: Many[ExternalMount] = ()
+    skipped_mounts: Many[Text] = ()
+    lower: Many[Text] = ()
+    addresses: Many[Text] = ()
+    devices: Many[Text] = ()
+    diffs: Many[DiffFacts] = ()
+
+
 class FileEntry(_Part):
     """A file of the artifact. ``path`` is relative to the artifact, ``size`` in bytes, ``digest`` BLAKE3."""
 
@@ -215,6 +264,7 @@ class Manifest(_Part):
     total_bytes: Count
     phases: dict[Text, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     leave: Literal["running", "stopped", "killed"]
+    container: ContainerFacts | None = None
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:

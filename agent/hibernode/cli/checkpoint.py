@@ -24,14 +24,20 @@ from hibernode.errors import HibernodeError, UsageError
 from hibernode.workload import ERA_A1, CheckpointId
 
 if TYPE_CHECKING:
-    from hibernode.checkpoint import Outcome
+    from hibernode.answers import Outcome
     from hibernode.config import Settings
     from hibernode.discovery.locate import Contract
     from hibernode.host.procfs import Process
 
 
 @click.command("checkpoint")
-@click.option("--pid", type=click.IntRange(min=2), required=True, help="Root of the process tree to freeze.")
+@click.option("--pid", type=click.IntRange(min=2), help="Root of the process tree to freeze.")
+@click.option(
+    "--container",
+    default="",
+    metavar="CONTAINER",
+    help="The container to freeze: id, at least 8 digits of it, name, or pod uid.",
+)
 @click.option("--id", "id_", type=ID, help="Checkpoint id; default: the process's own, else a new one.")
 @click.option(
     "--replace", is_flag=True, help="Take the place of a checkpoint with this id; the old one is kept."
@@ -44,23 +50,26 @@ if TYPE_CHECKING:
 @click.pass_obj
 def checkpoint_command(
     context: Context,
-    pid: int,
+    pid: int | None,
+    container: str,
     id_: CheckpointId | None,
     leave: str | None,
-    output: str,
     *,
+    output: str,
     replace: bool,
     dry_run: bool,
 ) -> None:
-    """Freeze a process and its descendants into a checkpoint.
+    """Freeze a process and its descendants, or a container, into a checkpoint.
 
-    The process goes on running unless --leave says otherwise. A dump that fails leaves it as it was.
+    Of a process in a container the whole container is frozen. The worker goes on running unless --leave says
+    otherwise. A dump that fails leaves it as it was.
     """
     from hibernode.discovery.locate import contract_of
     from hibernode.host import procfs
 
     settings = context.load([("checkpoint.leave", leave)] if leave else []).settings
-    with open_process(pid) as process:
+    with _named(pid, container) as process:
+        pid = process.pid
         environ = procfs.environ(pid)
         own = environ.get(ERA_A1.env_hash, "")
         chosen = id_ or (CheckpointId(own) if own else CheckpointId(secrets.token_hex(8)))
@@ -73,6 +82,30 @@ def checkpoint_command(
             _dry_run(settings, process, output)
         else:
             _run(settings, process, chosen, contract_of(environ, ERA_A1), output, replace=replace)
+
+
+def _named(pid: int | None, container: str) -> Process:
+    """Hold the root of the tree that is meant."""
+    from hibernode.discovery.containers import container_of, find, hold
+
+    if (pid is None) == (not container):
+        raise UsageError(
+            "nothing or too much is named to be frozen", remedy="give either --pid or --container"
+        )
+    if container:
+        found = find(container)
+        for sidecar in found.sidecars:
+            click.echo(
+                f"left alone: container {sidecar.ref.id} (pid {sidecar.pid}) of the same pod", err=True
+            )
+        return hold(found.container)
+    assert pid is not None
+    process = open_process(pid)
+    inside = container_of(pid)
+    if inside is None or inside.init == process.key:
+        return process
+    process.close()
+    return hold(inside)
 
 
 def _dry_run(settings: Settings, process: Process, output: str) -> None:
@@ -112,7 +145,8 @@ def _dry_run(settings: Settings, process: Process, output: str) -> None:
 def _run(
     settings: Settings, process: Process, id_: CheckpointId, contract: Contract, output: str, *, replace: bool
 ) -> None:
-    from hibernode.checkpoint import Checkpointer, Request, Trigger
+    from hibernode.answers import Request, Trigger
+    from hibernode.checkpoint import Checkpointer
     from hibernode.state import StateDir
 
     store = open_store(settings)

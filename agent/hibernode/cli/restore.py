@@ -23,13 +23,20 @@ from hibernode.errors import HibernodeError
 from hibernode.workload import CheckpointId
 
 if TYPE_CHECKING:
-    from hibernode.restore import RestoreOutcome, Restorer, RestoreRequest
+    from hibernode.answers import RestoreOutcome, RestoreRequest
+    from hibernode.restore import Restorer
 
 
 @click.command("restore")
 @click.argument("id_", metavar="ID", type=ID)
 @click.option(
     "--version", default="", metavar="UUID", help="An older artifact of this id; see 'hibernode list'."
+)
+@click.option(
+    "--into",
+    default="",
+    metavar="CONTAINER",
+    help="The container that takes the worker: id, at least 8 digits of it, name, or pod uid.",
 )
 @click.option("--digests", is_flag=True, help="Check every file's digest first, not only sizes.")
 @click.option(
@@ -43,6 +50,7 @@ def restore_command(
     context: Context,
     id_: CheckpointId,
     version: str,
+    into: str,
     output: str,
     *,
     digests: bool,
@@ -50,17 +58,19 @@ def restore_command(
     dry_run: bool,
     wait: bool,
 ) -> None:
-    """Bring a checkpoint back to life on this machine, under the pids it had.
+    """Bring a checkpoint back to life, on this machine or in a container, under the pids it had.
 
-    Refused before anything is touched when it cannot succeed. Standard output and error of the worker,
-    when they were pipes, go on in files below the state directory; the table says where.
+    Refused before anything is touched when it cannot succeed. On the machine itself standard output and error
+    of the worker, when they were pipes, go on in files below the state directory; the table says where. In a
+    container they go on in the container's log, and the container ends when the worker does.
     """
-    from hibernode.restore import Restorer, RestoreRequest
+    from hibernode.answers import RestoreRequest
+    from hibernode.restore import Restorer
     from hibernode.state import StateDir
 
     settings = context.load().settings
     state = StateDir.open(settings.state_dir)
-    request = RestoreRequest(id_, version=version, digests=digests, strict=strict)
+    request = RestoreRequest(id_, version=version, digests=digests, strict=strict, into=into)
     with Progress(f"restore {id_}") as progress:
         restorer = Restorer(
             settings,

@@ -29,9 +29,11 @@ in its ``--libdir`` as root, fails if the directory is missing, and without the 
 class DumpOptions:
     """How a tree is dumped.
 
-    ``external``: values of CRIU's ``--external``. ``freeze_timeout_seconds`` covers only the collecting of
-    tasks, 0 turns it off. ``network_lock`` matters for ``tcp="established"`` only: CRIU's own default,
-    iptables, needs that program; nftables is done by CRIU itself. A restore takes it from the image.
+    ``external``: values of CRIU's ``--external``. ``skip_mounts``: mount points that the image leaves out.
+    ``freeze_cgroup``: the directory of the tree's freezer, which stops all of it at once.
+    ``freeze_timeout_seconds`` covers only the collecting of tasks, 0 turns it off. ``network_lock`` matters
+    for ``tcp="established"`` only: CRIU's own default, iptables, needs that program; nftables is done by
+    CRIU itself. A restore takes it from the image.
     """
 
     leave: Leave
@@ -43,13 +45,18 @@ class DumpOptions:
     freeze_timeout_seconds: float
     log_level: int
     external: tuple[str, ...] = ()
+    skip_mounts: tuple[str, ...] = ()
+    freeze_cgroup: str | None = None
     action_script: str | None = None
     network_lock: NetworkLock = "nftables"
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreOptions:
-    """How a tree is restored; ``inherit_fds`` pairs a descriptor of CRIU with the resource it stands for."""
+    """How a tree is restored; ``inherit_fds`` pairs a descriptor of CRIU with the resource it stands for.
+
+    ``root``: the mount that becomes the tree's ``/``, for a tree with a mount namespace of its own.
+    """
 
     shell_job: bool
     tcp: Tcp
@@ -59,6 +66,7 @@ class RestoreOptions:
     log_level: int
     inherit_fds: tuple[tuple[int, str], ...] = ()
     external: tuple[str, ...] = ()
+    root: str | None = None
     action_script: str | None = None
 
 
@@ -76,6 +84,10 @@ def dump_args(pid: int, images_dir: Path, opts: DumpOptions, *, work_dir: Path |
     args += ["--timeout", str(math.ceil(opts.freeze_timeout_seconds))]
     if opts.tcp == "established":
         args += ["--network-lock", opts.network_lock]
+    for path in opts.skip_mounts:
+        args += ["--skip-mnt", path]
+    if opts.freeze_cgroup is not None:
+        args += ["--freeze-cgroup", opts.freeze_cgroup]
     return args
 
 
@@ -96,6 +108,9 @@ def restore_args(
     args += ["--log-file", RESTORE_LOG, "--pidfile", str(pidfile), *_common(opts)]
     if detach:
         args.append("--restore-detached")
+    if opts.root is not None:
+        # The older way of making mounts: the newer one cannot place bind mounts of NVIDIA's.
+        args += ["--root", opts.root, "--mntns-compat-mode"]
     for number, resource in opts.inherit_fds:
         args += ["--inherit-fd", f"fd[{number}]:{resource}"]
     return args

@@ -148,19 +148,26 @@ def check_zombies(facts: Facts) -> Finding:
 
 
 def check_namespaces(facts: Facts) -> Finding:
-    """Check that all are in the agent's namespaces and none begins inside the tree."""
+    """Check that the tree is one of the node's own, or a whole container; and no namespace begins inside."""
     root = facts.root.namespaces
-    foreign = [
-        f"pid {facts.root.pid} has its own {name} namespace"
-        for name in CONTAINER_NAMESPACES
-        if root.get(name) != facts.agent_namespaces.get(name) and root
-    ]
-    if foreign:
+    foreign = [name for name in CONTAINER_NAMESPACES if root and root[name] != facts.agent_namespaces[name]]
+    if "user" in foreign:
         return row(
             "tree.namespaces",
-            "the agent's own mount, pid, network and user namespaces",
-            foreign,
-            remedy="containers are not dumped by this command yet",
+            "the agent's own user namespace",
+            [f"pid {facts.root.pid} has its own user namespace"],
+            remedy="start it without a user namespace (hostUsers: true): its ids cannot be carried over",
+            reason="UserNamespace",
+        )
+    if foreign and not facts.in_container:
+        inner = facts.root.status.ns_pids
+        shown = ", ".join(foreign)
+        return row(
+            "tree.namespaces",
+            "a process of the node, or pid 1 of a container with its own pid and mount namespaces",
+            [f"pid {facts.root.pid} has its own {shown} namespace and is pid {inner[-1]} in its pid one"],
+            remedy="give the container a pid namespace of its own (hostPID: false, shareProcessNamespace: "
+            "false), and dump all of it",
             reason="ContainerNotSupported",
         )
     return row(
@@ -172,9 +179,9 @@ def check_namespaces(facts: Facts) -> Finding:
             for name, inode in task.namespaces.items()
             if name in INHERITED_NAMESPACES and inode != root.get(INHERITED_NAMESPACES[name])
         ),
-        remedy="containers are not dumped by this command yet",
-        reason="ContainerNotSupported",
-        fine="those of the agent",
+        remedy="CRIU dumps a container whole, but none that begins inside it: the worker must not make one",
+        reason="NestedNamespace",
+        fine="those of one container" if facts.in_container else "those of the agent",
     )
 
 

@@ -186,6 +186,13 @@ class Facts:
         """The root of the tree."""
         return self.tasks[0]
 
+    @property
+    def in_container(self) -> bool:
+        """Whether the tree is a whole container: its root is the init of a pid namespace of its own."""
+        own = self.root.namespaces
+        apart = all(own.get(name) != self.agent_namespaces.get(name) for name in ("pid", "mnt"))
+        return bool(own) and apart and self.root.status.ns_pids[-1:] == (1,)
+
     @cached_property
     def pids(self) -> frozenset[int]:
         """The processes of the tree."""

@@ -1,0 +1,1 @@
+"""What a container adds to a dump and to a restore."""

@@ -1,0 +1,194 @@
+"""What a dump needs to know of the container that it dumps, and the files of it that go along."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import BinaryIO, Final
+
+from hibernode.artifact import rootfs
+from hibernode.artifact.manifest import ContainerFacts, DiffFacts, ExternalMount
+from hibernode.artifact.rootfs_find import Root, open_upper, root_of
+from hibernode.artifact.staging import Staging
+from hibernode.config import Settings
+from hibernode.container import mountplan, target
+from hibernode.container.mountplan import MountPlan
+from hibernode.criu.options import DumpOptions
+from hibernode.discovery.containers import Container
+from hibernode.host import cgroups, linux
+from hibernode.host.freezer import Freezer, usable_freezer
+from hibernode.host.procfs import Process
+from hibernode.preflight import Preflight
+
+log = logging.getLogger("hibernode.container")
+
+ROOTFS: Final = "rootfs.tar"
+SHM: Final = "shm.tar"
+"""Names in the artifact."""
+
+SHM_MOUNT: Final = "/dev/shm"  # noqa: S108 - where every container has its own
+LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
+WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised, not bound
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerDump:
+    """A container before it is dumped. ``freezer``: None if CRIU cannot use one.
+
+    ``root``: what is known of its root; ``excluded``: what of it is not saved.
+    """
+
+    container: Container
+    plan: MountPlan
+    facts: ContainerFacts
+    root: Root
+    excluded: tuple[str, ...]
+    freezer: Freezer | None
+
+    @property
+    def upper(self) -> str | None:
+        """The directory of what was changed in the rootfs; None where that is not known or cannot be."""
+        return None if self.root.read_only else self.root.upper
+
+
+def look(container: Container, process: Process, checked: Preflight, settings: Settings) -> ContainerDump:
+    """Look at a container whose init is held as ``process``.
+
+    :raises RefusedError: a mount of it cannot be named to CRIU.
+    :raises ProcessLookupError: it has ended.
+    """
+    pid = process.pid
+    plan = mountplan.look(pid)
+    namespaces = checked.facts.root.namespaces
+    own_net = namespaces["net"] != checked.facts.agent_namespaces["net"]
+    facts = ContainerFacts(
+        id=container.ref.id,
+        runtime=container.ref.runtime,
+        pod_uid=container.ref.pod_uid,
+        net=namespaces["net"] if own_net else 0,
+        uid_map=target.id_map(pid, "uid"),
+        gid_map=target.id_map(pid, "gid"),
+        memory_limit=cgroups.memory(pid).limit or 0,
+        mounts=tuple(
+            ExternalMount(
+                key=place.key,
+                mount_point=place.mount_point,
+                fs_type=place.fs_type,
+                directory=place.directory,
+            )
+            for place in plan.external
+        ),
+        skipped_mounts=plan.skipped,
+        lower=target.lower_layers(plan.root),
+        addresses=tuple(sorted(_addresses(checked))),
+        devices=tuple(sorted(target.devices(pid))),
+    )
+    freezer: Freezer | None = None
+    if settings.criu.freeze_cgroup:
+        freezer, finding = usable_freezer(pid, checked.facts.pids)
+        log.debug("%s: %s", finding.check, finding.found)
+    excluded = (*rootfs.DEFAULT_EXCLUDED, *settings.checkpoint.rootfs_exclude)
+    rootfs.compile_patterns(excluded)  # before anything is done: a bad one is the operator's mistake
+    return ContainerDump(container, plan, facts, root_of(pid), excluded, freezer)
+
+
+def _addresses(checked: Preflight) -> Iterable[str]:
+    """Name the addresses that must be there again: of listening sockets, and of connections if kept."""
+    ours = checked.facts.socket_inodes
+    for socket in checked.facts.tcp:
+        if socket.inode not in ours or (socket.state != "LISTEN" and checked.tcp != "established"):
+            continue
+        address = socket.local[0]
+        if address not in WILDCARDS and not address.startswith(LOOPBACK):
+            yield address
+
+
+def options(base: DumpOptions, dump: ContainerDump) -> DumpOptions:
+    """Add to CRIU's options what a container needs."""
+    external = [f"mnt[{place.mount_point}]:{place.key}" for place in dump.plan.external]
+    if dump.facts.net:
+        external.append(f"net[{dump.facts.net}]:{target.NET}")
+    return dataclasses.replace(
+        base,
+        external=tuple(external),
+        skip_mounts=dump.plan.skipped,
+        freeze_cgroup=None if dump.freezer is None else str(dump.freezer.directory),
+    )
+
+
+def facts(dump: ContainerDump | None, diffs: tuple[DiffFacts, ...]) -> ContainerFacts | None:
+    """Put together what the manifest says of the container."""
+    return None if dump is None else dump.facts.model_copy(update={"diffs": diffs})
+
+
+def save_files(dump: ContainerDump, process: Process, staging: Staging) -> tuple[DiffFacts, ...]:
+    """Save what the container has changed in its rootfs, and its shared memory; the tree is frozen.
+
+    A root that is no overlay is left out, for nothing tells what was changed in it; and one that is
+    read-only, for nothing was.
+
+    :raises OSError, HibernodeError: as :func:`hibernode.artifact.rootfs.save`.
+    """
+    root = os.open(f"/proc/{process.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        diffs: list[DiffFacts] = []
+        if dump.upper is not None:
+            upper = open_upper(dump.upper)
+            try:
+                with _new(staging, ROOTFS) as out:
+                    saved = rootfs.save(upper, root, out, index=dump.root.index, excluded=dump.excluded)
+            finally:
+                os.close(upper)
+            diffs.append(_facts(ROOTFS, "/", saved))
+        if any(place.mount_point == SHM_MOUNT for place in dump.plan.external):
+            shm = mountplan.open_directory(root, SHM_MOUNT)
+            try:
+                with _new(staging, SHM) as out:
+                    saved = rootfs.save_tree(shm, out)
+            finally:
+                os.close(shm)
+            diffs.append(_facts(SHM, SHM_MOUNT, saved))
+        return tuple(diffs)
+    finally:
+        os.close(root)
+
+
+def _new(staging: Staging, name: str) -> BinaryIO:
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    return os.fdopen(os.open(staging.artifact_path / name, flags, 0o600), "wb")
+
+
+def _facts(file: str, mount_point: str, saved: rootfs.Saved) -> DiffFacts:
+    return DiffFacts(
+        file=file,
+        mount_point=mount_point,
+        entries=saved.entries,
+        bytes=saved.bytes,
+        skipped=saved.sockets + saved.devices,
+    )
+
+
+def in_diff(dump: ContainerDump, path: str) -> bool:
+    """Whether a file comes with the diffs, so that the next container need not have it."""
+    if path.startswith(f"{SHM_MOUNT}/"):
+        return True
+    excluded = rootfs.compile_patterns(dump.excluded)
+    above = [path[:end] for end in range(2, len(path) + 1) if end == len(path) or path[end] == "/"]
+    if dump.upper is None or any(excluded and excluded.fullmatch(os.fsencode(name)) for name in above):
+        return False
+    try:
+        fd = open_upper(dump.upper)
+    except OSError:
+        return False
+    try:
+        inside = linux.openat2(fd, path.lstrip("/"), os.O_PATH | os.O_CLOEXEC, resolve=mountplan.RESOLVE)
+    except (OSError, ValueError):
+        return False
+    else:
+        os.close(inside)
+        return True
+    finally:
+        os.close(fd)

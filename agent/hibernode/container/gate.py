@@ -1,0 +1,205 @@
+"""Can this artifact run in that container? Pure; asked before anything in it is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from hibernode.artifact.manifest import ContainerFacts, Manifest
+from hibernode.container.target import Target, lower_layers
+from hibernode.workload import Finding, Verdict
+
+SHOWN: Final = 8
+
+WAITING: Final = frozenset({"sleep", "pause", "tail", "tini", "dumb-init", "catatonit"})
+"""Programs that do nothing for the container but wait: a worker may take its place beside them."""
+
+DRIVER_DEVICES: Final = "/dev/nvidia"
+"""Which GPU is whose is decided by their UUIDs, not by the names of their devices."""
+
+
+def container_findings(manifest: Manifest, target: Target | None) -> list[Finding]:
+    """Compare the container that the tree was with the one it shall be in; one row a check."""
+    facts = manifest.container
+    if facts is None or target is None:
+        return [_kind(facts, target)] if facts is not None or target is not None else []
+    return [
+        _kind(facts, target),
+        _init(target),
+        _mounts(facts, target),
+        _more_mounts(facts, target),
+        _rootfs(facts, target),
+        _memory(manifest, facts, target),
+        _ids(facts, target),
+        _network(facts, target),
+        _devices(facts, target),
+    ]
+
+
+def _row(check: str, verdict: Verdict, expected: str, found: str, remedy: str = "") -> Finding:
+    reason = "RestoreIncompatible" if verdict is Verdict.FAIL else ""
+    return Finding(check, verdict, expected, found, "" if verdict is Verdict.OK else remedy, reason)
+
+
+def _listed(words: Iterable[str]) -> str:
+    all_words = list(words)
+    more = f" and {len(all_words) - SHOWN} more" if len(all_words) > SHOWN else ""
+    return ", ".join(all_words[:SHOWN]) + more
+
+
+def _kind(facts: ContainerFacts | None, target: Target | None) -> Finding:
+    if target is None:
+        return _row(
+            "restore.container",
+            Verdict.FAIL,
+            "a container: the worker was one",
+            "the node itself",
+            "name the container that shall take the worker: hibernode restore ID --into CONTAINER",
+        )
+    if facts is None:
+        return _row(
+            "restore.container",
+            Verdict.FAIL,
+            "the node itself: the worker was no container",
+            f"container {target.container.ref.id}",
+            "restore it without --into",
+        )
+    found = f"container {target.container.ref.id}"
+    return _row("restore.container", Verdict.OK, f"container {facts.id}", found)
+
+
+def _init(target: Target) -> Finding:
+    """See that what runs there does nothing but wait, and that nobody was restored into it before."""
+    pid = target.process.pid
+    expected = "a container that only waits: 'hibernode placeholder' or sleep"
+    if target.others:
+        return _row(
+            "restore.placeholder",
+            Verdict.FAIL,
+            expected,
+            f"pid {pid} ({target.comm}) with the processes {_listed(map(str, target.others))}",
+            "restore into a fresh container",
+        )
+    waits = target.ours or target.comm in WAITING
+    return _row(
+        "restore.placeholder",
+        Verdict.OK if waits else Verdict.FAIL,
+        expected,
+        f"pid {pid} ({target.comm})",
+        "its init would be ended together with the worker: start the container with 'hibernode placeholder'",
+    )
+
+
+def _mounts(facts: ContainerFacts, target: Target) -> Finding:
+    there = {place.mount_point: place for place in target.mounts.external}
+    wrong: list[str] = []
+    for entry in facts.mounts:
+        place = there.get(entry.mount_point)
+        if place is None:
+            wrong.append(f"no mount at {entry.mount_point}")
+        elif place.directory != entry.directory:
+            kind = "a directory" if place.directory else "a file"
+            wrong.append(f"{entry.mount_point} is {kind}")
+    return _row(
+        "restore.mounts",
+        Verdict.FAIL if wrong else Verdict.OK,
+        f"{len(facts.mounts)} mounts: {_listed(entry.mount_point for entry in facts.mounts)}",
+        _listed(wrong) if wrong else "all there",
+        "give the container the same volume mounts as the worker had",
+    )
+
+
+def _more_mounts(facts: ContainerFacts, target: Target) -> Finding:
+    known = {entry.mount_point for entry in facts.mounts}
+    more = [place.mount_point for place in target.mounts.external if place.mount_point not in known]
+    return _row(
+        "restore.more_mounts",
+        Verdict.WARN if more else Verdict.OK,
+        "no mount that the worker did not have",
+        _listed(more) or "none",
+        "the restored worker will not see them",
+    )
+
+
+def _rootfs(facts: ContainerFacts, target: Target) -> Finding:
+    here = lower_layers(target.mounts.root)
+    if not facts.lower or not here:
+        return _row(
+            "restore.rootfs",
+            Verdict.SKIP,
+            _layers(facts.lower),
+            _layers(here),
+            "compare the images by hand; the files that the worker maps are compared one by one",
+        )
+    if facts.lower == here:
+        return _row("restore.rootfs", Verdict.OK, _layers(facts.lower), "the same")
+    return _row(
+        "restore.rootfs",
+        Verdict.SKIP,
+        _layers(facts.lower),
+        _layers(here),
+        "layers of another place or image; the files that the worker maps are compared one by one",
+    )
+
+
+def _layers(layers: tuple[str, ...]) -> str:
+    return f"{len(layers)} layers, the topmost {layers[0]}" if layers else "no overlay"
+
+
+def _memory(manifest: Manifest, facts: ContainerFacts, target: Target) -> Finding:
+    need = sum(entry.size for entry in manifest.files if entry.path.startswith("images/pages-"))
+    if target.memory_limit is None:
+        return _row("restore.memory_limit", Verdict.OK, f"{need} bytes", "no limit")
+    found = f"a limit of {target.memory_limit} bytes, {target.memory_free} of them free"
+    if target.memory_free is not None and target.memory_free < need:
+        return _row(
+            "restore.memory_limit",
+            Verdict.FAIL,
+            f"{need} bytes for the worker's memory",
+            found,
+            "raise the container's memory limit, at least to that of the source",
+        )
+    less = not facts.memory_limit or target.memory_limit < facts.memory_limit
+    return _row(
+        "restore.memory_limit",
+        Verdict.WARN if less else Verdict.OK,
+        f"a limit of {facts.memory_limit} bytes" if facts.memory_limit else "no limit",
+        found,
+        "the worker was started under a higher limit and may reach for it",
+    )
+
+
+def _ids(facts: ContainerFacts, target: Target) -> Finding:
+    expected = f"uids {facts.uid_map}; gids {facts.gid_map}"
+    found = f"uids {target.uid_map}; gids {target.gid_map}"
+    return _row(
+        "restore.ids",
+        Verdict.OK if expected == found else Verdict.FAIL,
+        expected,
+        found,
+        "restore into a container with the same user namespace settings",
+    )
+
+
+def _network(facts: ContainerFacts, target: Target) -> Finding:
+    words = ("the node's network namespace", "a network namespace of its own")
+    expected, found = words[bool(facts.net)], words[target.own_net]
+    return _row(
+        "restore.network",
+        Verdict.OK if expected == found else Verdict.FAIL,
+        expected,
+        found,
+        "hostNetwork must be the same for both",
+    )
+
+
+def _devices(facts: ContainerFacts, target: Target) -> Finding:
+    missing = [path for path in facts.devices if path not in target.devices]
+    gpus = all(path.startswith(DRIVER_DEVICES) for path in missing)
+    return _row(
+        "restore.devices",
+        Verdict.OK if not missing else Verdict.WARN if gpus else Verdict.FAIL,
+        f"{len(facts.devices)} device nodes",
+        f"missing: {_listed(missing)}" if missing else "all there",
+        "give the container the same devices as the worker had",
+    )

@@ -1,0 +1,174 @@
+"""The container that a worker is restored into: what it is like now, and how the shim gets into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from hibernode.artifact.manifest import Manifest
+from hibernode.compat import FileFacts, HostFacts
+from hibernode.container import mountplan
+from hibernode.container.mountplan import MountPlan
+from hibernode.discovery.containers import Container
+from hibernode.discovery.locate import stat_in_root
+from hibernode.host import cgroups, mounts, procfs
+from hibernode.host.procfs import Process
+from hibernode.shim_placeholder import recognise
+
+NET: Final = "extNetNs"
+"""The key under which the image refers to the container's network namespace; Dynamo's agent uses it too."""
+
+MAX_DEVICES: Final = 1000
+DEVICE_DEPTH: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A container as it was looked at. ``memory_limit`` and ``memory_free``: bytes, None without a limit.
+
+    ``ours``: its init is ``hibernode placeholder``. ``others``: pids of other processes in it.
+    ``devices``: paths of device nodes below /dev.
+    """
+
+    container: Container
+    process: Process
+    mounts: MountPlan
+    depth: int
+    comm: str
+    ours: bool
+    others: tuple[int, ...]
+    memory_limit: int | None
+    memory_free: int | None
+    uid_map: str
+    gid_map: str
+    devices: frozenset[str]
+    own_net: bool
+
+
+def look(container: Container, process: Process) -> Target:
+    """Look at a container whose init is held as ``process``.
+
+    :raises RefusedError: a mount of it cannot be named to CRIU.
+    :raises ProcessLookupError: it has ended.
+    """
+    pid = process.pid
+    memory = cgroups.memory(pid)
+    own_net = procfs.namespaces(pid).get("net") != procfs.namespaces(os.getpid()).get("net")
+    return Target(
+        container=container,
+        process=process,
+        mounts=mountplan.look(pid),
+        depth=len(procfs.read_status(pid).ns_pids) - 1,
+        comm=procfs.read_stat(pid).comm,
+        ours=recognise(pid),
+        others=tuple(entry.pid for entry in procfs.tree(pid) if entry.pid != pid and entry.state not in "ZX"),
+        memory_limit=memory.limit,
+        memory_free=None if memory.limit is None else max(0, memory.limit - (memory.used or 0)),
+        uid_map=id_map(pid, "uid"),
+        gid_map=id_map(pid, "gid"),
+        devices=frozenset(devices(pid)),
+        own_net=own_net,
+    )
+
+
+def id_map(pid: int, kind: str) -> str:
+    """Read a user namespace's map of ids, blanks made even."""
+    text = procfs.read_bounded(f"/proc/{pid}/{kind}_map", 1 << 16).decode("ascii")
+    return "; ".join(" ".join(line.split()) for line in text.splitlines())
+
+
+def devices(pid: int) -> Iterator[str]:
+    """List the device nodes below a container's /dev, two levels deep, links not followed."""
+    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield from list(_devices(root, "dev", DEVICE_DEPTH))[:MAX_DEVICES]
+    finally:
+        os.close(root)
+
+
+def _devices(root: int, path: str, depth: int) -> Iterator[str]:
+    try:
+        fd = mountplan.open_directory(root, path)
+    except OSError:
+        return
+    try:
+        for name in sorted(os.listdir(fd))[:MAX_DEVICES]:  # noqa: PTH208 - a descriptor
+            try:
+                mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
+            except OSError:
+                continue
+            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                yield f"/{path}/{name}"
+            elif stat.S_ISDIR(mode) and depth > 1 and name not in ("pts", "shm", "mqueue"):
+                yield from _devices(root, f"{path}/{name}", depth - 1)
+    finally:
+        os.close(fd)
+
+
+def seen_from(manifest: Manifest, target: Target, facts: HostFacts) -> HostFacts:
+    """Turn what the gate knows of the machine into what holds inside the container.
+
+    The tree gets a pid namespace of its own there, so no pid of it can be taken.
+    """
+    files = {entry.path: stat_in(target.process.pid, entry.path) for entry in manifest.mapped_files}
+    free = facts.mem_available_bytes
+    return dataclasses.replace(
+        facts,
+        tasks={},
+        files={
+            path: None if seen is None else FileFacts(seen.st_size, seen.st_mtime_ns)
+            for path, seen in files.items()
+        },
+        mem_available_bytes=free if target.memory_free is None else min(free, target.memory_free),
+    )
+
+
+def stat_in(pid: int, path: str) -> os.stat_result | None:
+    """Stat a path as a process sees it; None where there is nothing, or nothing that may be looked at."""
+    try:
+        return stat_in_root(pid, PurePosixPath(path))
+    except (OSError, ValueError):
+        return None
+
+
+def spec(manifest: Manifest, target: Target) -> dict[str, Any]:
+    """Say in the shim's terms which container it is; the mounts in the order of the manifest's."""
+    assert manifest.container is not None
+    places = {place.mount_point: place for place in target.mounts.external}
+    return {
+        "pid": target.process.pid,
+        "start_ticks": target.process.key.start_ticks,
+        "depth": target.depth,
+        "join": cgroups.join_paths(target.process.pid),
+        "root_id": target.mounts.root.id,
+        "mounts": [
+            {
+                "mount_point": entry.mount_point,
+                "id": places[entry.mount_point].id,
+                "directory": entry.directory,
+            }
+            for entry in manifest.container.mounts
+        ],
+    }
+
+
+def external(manifest: Manifest, directory: Path) -> tuple[str, ...]:
+    """Say to CRIU where the shim has put the mounts: values of ``--external``."""
+    assert manifest.container is not None
+    mounts_dir = directory / "mounts"
+    return tuple(
+        f"mnt[{entry.key}]:{mounts_dir / str(number)}"
+        for number, entry in enumerate(manifest.container.mounts)
+    )
+
+
+def lower_layers(root: mounts.Mount) -> tuple[str, ...]:
+    """List an overlay's lower layers as it was mounted; none for other file systems."""
+    if root.fs_type != "overlay":
+        return ()
+    return tuple((root.super_option("lowerdir") or "").split(":"))
