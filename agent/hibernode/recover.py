@@ -14,6 +14,7 @@ from typing import Any
 from hibernode import links, restored
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
+from hibernode.container.restore import undo_noted
 from hibernode.criu import moment
 from hibernode.criu.options import DUMP_LOG
 from hibernode.criu.runner import kill_leftovers
@@ -165,9 +166,11 @@ def _restore(state: StateDir, entry: Restored, signals: SignalDir | None) -> Rec
             ending, message = Ending.FAILED, error
         else:
             restored.end_half_tree(journal)
+            container = undo_noted(journal, directory)
             ending, message = (
                 Ending.UNDONE,
-                f"{entry.id}: nothing of the restore is left; it can be asked again",
+                f"{entry.id}: nothing of the restore is left; it can be asked again"
+                + (f"; {container}" if container else ""),
             )
         links.take_away_noted(journal.get("links"))
         restored.finish(directory, journal)

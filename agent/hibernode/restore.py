@@ -30,7 +30,7 @@ from hibernode.compat import PIDS_CHECK, compatibility, host_facts, strictly
 from hibernode.config import Settings
 from hibernode.container import restore as filling
 from hibernode.container import target as targets
-from hibernode.container.gate import container_findings
+from hibernode.container.gate import container_findings, keeps_connections
 from hibernode.container.restore import Applied
 from hibernode.container.target import Target
 from hibernode.criu import diagnose, options
@@ -158,7 +158,9 @@ class Restorer:
                 await self._fill(work, artifact, target)
             tree = artifact.manifest.tree
             journal.note(links=[link.model_dump() for link in artifact.manifest.links])
-            journal.note(pids=sorted({tid for task in tree for tid in (task.pid, *task.threads)}))
+            # Of a container they are pids of its own namespace, which mean others here.
+            pids = {tid for task in tree for tid in (task.pid, *task.threads)} if target is None else ()
+            journal.note(pids=sorted(pids))
             write_json(work.directory, "spec.json", spec, sync=False)
         await self._step(work, Step.RESTORE)
         attempt = f"{request.id}.restore"
@@ -182,6 +184,7 @@ class Restorer:
             )
         if state.get("phase") not in ("running", "exited"):
             raise self._restore_failed(work, state)
+        filling.forget_undo(work.directory, work.applied)
         return RestoreOutcome(
             request.id,
             success=True,
@@ -238,10 +241,11 @@ class Restorer:
                 container = find(request.into).container
                 target = targets.look(container, held.enter_context(hold(container)))
             findings = await asyncio.to_thread(self._findings, artifact.manifest, criu, request, target)
+            chosen = _options(artifact.manifest, self.settings, Path(), target)
         args = options.restore_args(
             artifact.path / "images",
             Path("restored.pid"),
-            _options(artifact.manifest, self.settings, Path() if request.into else None),
+            chosen,
             work_dir=Path(),
         )
         return Plan(artifact, findings, [*criu.argv, *args])
@@ -314,7 +318,7 @@ class Restorer:
         args = options.restore_args(
             images,
             pidfile,
-            _options(manifest, self.settings, directory if target is not None else None),
+            _options(manifest, self.settings, directory, target),
             work_dir=directory,
         )
         marker = manifest.contract.restore_marker
@@ -373,8 +377,8 @@ class Restorer:
         return state if isinstance(state, dict) else {}
 
     def _restore_failed(self, work: _Work, state: dict[str, Any]) -> CriuError:
-        path = work.directory.path / shim.LOG_NAME
-        text = diagnose.read_log(path) if path.exists() else ""
+        paths = (work.directory.path / name for name in (shim.LOG_NAME, shim.OUTPUT_NAME))
+        text = next((diagnose.read_log(path) for path in paths if path.exists()), "")
         kept = str(self.state.keep_log(work.request.id, "restore", text.encode(errors="replace")))
         code = state.get("returncode")
         if code in (0, None) and not state.get("timed_out"):
@@ -454,16 +458,20 @@ def may_ask(request: RestoreRequest, manifest: Manifest) -> None:
         )
 
 
-def _options(manifest: Manifest, settings: Settings, directory: Path | None) -> options.RestoreOptions:
+def _options(
+    manifest: Manifest, settings: Settings, directory: Path, target: Target | None
+) -> options.RestoreOptions:
     """Take what must match the dump from the manifest, the rest from the settings.
 
     ``directory``: the restore's own, where the shim puts the mounts of a container.
     """
+    into = target if manifest.container is not None else None
+    kept = manifest.container is None or into is None or keeps_connections(manifest.container, into)
     return options.RestoreOptions(
-        external=() if directory is None else targets.external(manifest, directory),
-        root=None if directory is None else str(directory / "root"),
+        external=() if into is None else targets.external(manifest, directory),
+        root=None if into is None else str(directory / "root"),
         shell_job=manifest.shell_job,
-        tcp="close" if manifest.tcp == "close" else "established",
+        tcp="established" if manifest.tcp == "established" and kept else "close",
         file_locks=settings.criu.file_locks,
         link_remap=settings.criu.link_remap,
         ghost_limit_bytes=settings.criu.ghost_limit_bytes,

@@ -41,6 +41,8 @@ FIRST_INHERITED_FD = 200
 READ_AHEAD_CHUNK = 4 << 20
 RESIDENCE_SAMPLES = 256
 LOG_NAME = "restore.log"
+OUTPUT_NAME = "criu.out"
+"""In the restore's directory: CRIU's own log, and what it, or we in its place, have printed."""
 EXISTED, ODD = 3, 4
 """Exit codes of the child that found the marker there already: a file of the worker's own, which is then not
 ours to remove, or something that is no marker."""
@@ -224,7 +226,7 @@ class Shim:
         """Fork and exec CRIU in a group of its own, to die with us; by hand, for subprocess takes 10 ms."""
         if not os.access(argv[0], os.X_OK):
             raise OSError(errno.ENOENT, f"{argv[0]} cannot be started")
-        output = os.open("criu.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        output = os.open(OUTPUT_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
@@ -241,6 +243,8 @@ class Shim:
                     os.set_inheritable(fd, True)
                 os.chdir("/")
                 os.execve(argv[0], argv, self.spec["env"])  # noqa: S606 - an argument list, no shell
+            except BaseException as error:  # noqa: BLE001 - it is said where CRIU's own words would be
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
             finally:
                 os._exit(127)
         os.close(output)

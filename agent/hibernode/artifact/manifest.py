@@ -210,8 +210,9 @@ class ContainerFacts(_Part):
     """The container that the tree was; empty texts where nobody said.
 
     ``net``: the inode of its network namespace if that is not the node's. ``lower``: the rootfs's lower
-    layers, where they were. ``memory_limit``: bytes, 0 for none. ``addresses``: the container's own, which
-    kept connections and listening sockets are bound to. ``devices``: paths of the device nodes below /dev.
+    layers, where they were. ``memory_limit``: bytes, 0 for none. ``listening`` and ``connected``: addresses,
+    neither loopback nor wildcard, that listening sockets and kept connections are bound to. ``devices``:
+    paths of the device nodes below /dev.
     """
 
     id: Text
@@ -224,7 +225,8 @@ class ContainerFacts(_Part):
     mounts: Many[ExternalMount] = ()
     skipped_mounts: Many[Text] = ()
     lower: Many[Text] = ()
-    addresses: Many[Text] = ()
+    listening: Many[Text] = ()
+    connected: Many[Text] = ()
     devices: Many[Text] = ()
     diffs: Many[DiffFacts] = ()
 

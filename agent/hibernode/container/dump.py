@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
@@ -30,7 +29,10 @@ SHM: Final = "shm.tar"
 """Names in the artifact."""
 
 SHM_MOUNT: Final = "/dev/shm"  # noqa: S108 - where every container has its own
-LOOPBACK: Final = ("127.", "::1", "::ffff:127.")
+MAPPED: Final = "::ffff:"
+"""How an IPv6 socket shows an IPv4 address."""
+
+LOOPBACK: Final = ("127.", "::1")
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised, not bound
 
 
@@ -83,7 +85,8 @@ def look(container: Container, process: Process, checked: Preflight, settings: S
         ),
         skipped_mounts=plan.skipped,
         lower=target.lower_layers(plan.root),
-        addresses=tuple(sorted(_addresses(checked))),
+        listening=tuple(sorted(_addresses(checked, listening=True))),
+        connected=tuple(sorted(_addresses(checked, listening=False))),
         devices=tuple(sorted(target.devices(pid))),
     )
     freezer: Freezer | None = None
@@ -95,15 +98,17 @@ def look(container: Container, process: Process, checked: Preflight, settings: S
     return ContainerDump(container, plan, facts, root_of(pid), excluded, freezer)
 
 
-def _addresses(checked: Preflight) -> Iterable[str]:
-    """Name the addresses that must be there again: of listening sockets, and of connections if kept."""
+def _addresses(checked: Preflight, *, listening: bool) -> set[str]:
+    """Name the addresses that sockets are bound to; those of connections only if they are kept."""
+    if not listening and checked.tcp != "established":
+        return set()
     ours = checked.facts.socket_inodes
-    for socket in checked.facts.tcp:
-        if socket.inode not in ours or (socket.state != "LISTEN" and checked.tcp != "established"):
-            continue
-        address = socket.local[0]
-        if address not in WILDCARDS and not address.startswith(LOOPBACK):
-            yield address
+    bound = {
+        socket.local[0].removeprefix(MAPPED)
+        for socket in checked.facts.tcp
+        if socket.inode in ours and (socket.state == "LISTEN") == listening
+    }
+    return {address for address in bound - WILDCARDS if not address.startswith(LOOPBACK)}
 
 
 def options(base: DumpOptions, dump: ContainerDump) -> DumpOptions:

@@ -32,6 +32,8 @@ def container_findings(manifest: Manifest, target: Target | None) -> list[Findin
         _memory(manifest, facts, target),
         _ids(facts, target),
         _network(facts, target),
+        _listening(facts, target),
+        _connected(facts, target),
         _devices(facts, target),
     ]
 
@@ -190,6 +192,33 @@ def _network(facts: ContainerFacts, target: Target) -> Finding:
         expected,
         found,
         "hostNetwork must be the same for both",
+    )
+
+
+def _listening(facts: ContainerFacts, target: Target) -> Finding:
+    missing = [address for address in facts.listening if address not in target.addresses]
+    return _row(
+        "restore.listening",
+        Verdict.FAIL if missing else Verdict.OK,
+        _listed(facts.listening) or "no address of the container's own",
+        f"missing: {_listed(missing)}" if missing else "all there",
+        "let the worker listen on 0.0.0.0 or [::]: a pod gets another address each time",
+    )
+
+
+def keeps_connections(facts: ContainerFacts, target: Target) -> bool:
+    """Whether the connections that were kept can be: their addresses are there."""
+    return target.addresses.issuperset(facts.connected)
+
+
+def _connected(facts: ContainerFacts, target: Target) -> Finding:
+    kept = keeps_connections(facts, target)
+    return _row(
+        "restore.connections",
+        Verdict.OK if kept else Verdict.WARN,
+        _listed(facts.connected) or "no address of the container's own",
+        "all there" if kept else f"addresses here: {_listed(sorted(target.addresses))}",
+        "all TCP connections of the worker are closed in the restored one",
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +17,7 @@ from hibernode.artifact.manifest import DiffFacts, Manifest
 from hibernode.container import mountplan
 from hibernode.container.target import NET, Target
 from hibernode.errors import HibernodeError, IntegrityError
+from hibernode.host import procfs
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.shim_placeholder import FAILED, recognise, tell
@@ -22,6 +25,9 @@ from hibernode.shim_placeholder import FAILED, recognise, tell
 log = logging.getLogger("hibernode.container")
 
 UNDO_SUFFIX: Final = ".undo"
+CLOCK_SLACK_SECONDS: Final = 0.05
+"""Start times have a resolution of one clock tick, 10 ms."""
+
 STDIO: Final = {1: "stdout", 2: "stderr"}
 
 
@@ -111,6 +117,27 @@ def undo_files(process: Process, directory: Dir, applied: Iterable[Applied]) -> 
     return problems
 
 
+def forget_undo(directory: Dir, applied: Iterable[Applied]) -> None:
+    """Remove what would undo a restore that has succeeded."""
+    for entry in applied:
+        directory.unlink(entry.undo, missing_ok=True)
+
+
+def end_half_tree(process: Process, began: float) -> list[int]:
+    """End what a dead agent's CRIU has left below the container's init; returns the pids.
+
+    Only a container without other processes is restored into, so that all which is younger than the restore
+    is of it.
+    """
+    ended: list[int] = []
+    for stat in procfs.tree(process.pid):
+        if stat.pid != process.pid and procfs.start_time(stat.start_ticks) >= began - CLOCK_SLACK_SECONDS:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stat.pid, signal.SIGKILL)
+                ended.append(stat.pid)
+    return ended
+
+
 def say_failed(process: Process) -> None:
     """Tell a placeholder of ours that nobody comes, so that it can start cold."""
     with contextlib.suppress(OSError):
@@ -130,6 +157,8 @@ def undo_noted(journal: dict[str, Any], directory: Dir) -> str:
     with process:
         if process.key.start_ticks != noted.get("start_ticks"):
             return "its container is gone"
+        with contextlib.suppress(ProcessLookupError):
+            end_half_tree(process, float(journal.get("started_at") or time.time()))
         applied = [
             Applied(str(entry["undo"]), str(entry["mount_point"]))
             for entry in journal.get("applied") or ()

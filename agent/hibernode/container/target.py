@@ -17,6 +17,7 @@ from hibernode.container.mountplan import MountPlan
 from hibernode.discovery.containers import Container
 from hibernode.discovery.locate import stat_in_root
 from hibernode.host import cgroups, mounts, procfs
+from hibernode.host.addresses import addresses
 from hibernode.host.procfs import Process
 from hibernode.shim_placeholder import recognise
 
@@ -32,7 +33,7 @@ class Target:
     """A container as it was looked at. ``memory_limit`` and ``memory_free``: bytes, None without a limit.
 
     ``ours``: its init is ``hibernode placeholder``. ``others``: pids of other processes in it.
-    ``devices``: paths of device nodes below /dev.
+    ``devices``: paths of device nodes below /dev. ``addresses``: what sockets in it can be bound to.
     """
 
     container: Container
@@ -48,6 +49,7 @@ class Target:
     gid_map: str
     devices: frozenset[str]
     own_net: bool
+    addresses: frozenset[str]
 
 
 def look(container: Container, process: Process) -> Target:
@@ -73,6 +75,7 @@ def look(container: Container, process: Process) -> Target:
         gid_map=id_map(pid, "gid"),
         devices=frozenset(devices(pid)),
         own_net=own_net,
+        addresses=addresses(pid),
     )
 
 
