@@ -8,6 +8,7 @@ others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from hibernode.checkpoint import Checkpointer
 from hibernode.config import Settings
 from hibernode.criu.runner import find_criu
 from hibernode.discovery.locate import own_ready_files
+from hibernode.discovery.ready import ReadyWatch
 from hibernode.discovery.signals import SignalDir
 from hibernode.discovery.watch import DirectoryWatcher, Mode
 from hibernode.errors import HibernodeError
@@ -186,16 +188,26 @@ class Agent:
 
         Processes become known by a look at /proc; the files of those known are looked at in short turns.
         """
-        index, known_at = self.requests.index, 0.0
-        while True:
-            if time.monotonic() - known_at > DISCOVER_SECONDS:
-                await asyncio.to_thread(index.refresh)
-                known_at = time.monotonic()
-            claims = [claim for claim in index.claims() if claim.key not in self.requests.restored_keys]
-            for request in await asyncio.to_thread(own_ready_files, claims):
-                if not self.queue.has("checkpoint", request.id) and not self.signals.answered(request):
-                    await self.requests.take_own(request)
-            await asyncio.sleep(self.settings.signals.poll_seconds if claims else DISCOVER_SECONDS)
+        index, known_at, changed = self.requests.index, 0.0, asyncio.Event()
+        with contextlib.closing(ReadyWatch(changed.set)) as watch:
+            while True:
+                changed.clear()
+                if time.monotonic() - known_at > DISCOVER_SECONDS:
+                    await asyncio.to_thread(index.refresh)
+                    known_at = time.monotonic()
+                claims = [claim for claim in index.claims() if claim.key not in self.requests.restored_keys]
+                watch.follow(claims)
+                ready = await asyncio.to_thread(own_ready_files, claims)
+                taken = await asyncio.to_thread(restored.targets, self.state) if ready else set()
+                keys = {claim.key.pid: claim.key for claim in claims}
+                for request in ready:
+                    if request.pid is not None and keys[request.pid] in taken:
+                        continue  # a ready file came there with the worker's other files
+                    if not self.queue.has("checkpoint", request.id) and not self.signals.answered(request):
+                        await self.requests.take_own(request)
+                period = self.settings.signals.poll_seconds if claims else DISCOVER_SECONDS
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), period)
 
     async def _watch_restored(self) -> None:
         while True:

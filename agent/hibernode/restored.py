@@ -49,7 +49,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """One restore on disk. ``key`` is the worker's root once there is one; ``end`` how it ended.
+    """One restore on disk. ``key`` is the worker's root once there is one; ``target`` the container's init.
 
     ``exit_code`` and ``exit_signal`` are both None while it runs and also when nobody knows (LOST).
     """
@@ -66,6 +66,7 @@ class Restored:
     exit_code: int | None = None
     exit_signal: int | None = None
     reported: bool = False
+    target: ProcessKey | None = None
 
 
 def restores(state: StateDir) -> list[Restored]:
@@ -110,7 +111,18 @@ def _read(name: str, directory: Dir) -> Restored:
         exit_code=note.get("exit_code"),
         exit_signal=note.get("exit_signal"),
         reported=bool(journal.get("end_reported")),
+        target=_target(journal),
     )
+
+
+def _target(journal: dict[str, Any]) -> ProcessKey | None:
+    noted = journal.get("target")
+    return ProcessKey(int(noted["pid"]), int(noted["start_ticks"])) if isinstance(noted, dict) else None
+
+
+def targets(state: StateDir) -> set[ProcessKey]:
+    """Name the inits of the containers that something was restored into, or is about to be."""
+    return {entry.target for entry in restores(state) if entry.target is not None}
 
 
 def alive(key: ProcessKey) -> bool:

@@ -66,7 +66,9 @@ def checkpoint_command(
     """
     from hibernode.discovery.locate import contract_of
     from hibernode.host import procfs
+    from hibernode.host.cgroups import see_whole
 
+    see_whole()
     settings = context.load([("checkpoint.leave", leave)] if leave else []).settings
     with _named(pid, container) as process:
         pid = process.pid

@@ -65,9 +65,11 @@ def restore_command(
     container they go on in the container's log, and the container ends when the worker does.
     """
     from hibernode.answers import RestoreRequest
+    from hibernode.host.cgroups import see_whole
     from hibernode.restore import Restorer
     from hibernode.state import StateDir
 
+    see_whole()
     settings = context.load().settings
     state = StateDir.open(settings.state_dir)
     request = RestoreRequest(id_, version=version, digests=digests, strict=strict, into=into)

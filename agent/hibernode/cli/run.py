@@ -17,10 +17,12 @@ def run_command(context: Context) -> None:
     import asyncio
 
     from hibernode.daemon import Agent
+    from hibernode.host.cgroups import see_whole
     from hibernode.host.linux import limit_malloc
     from hibernode.logs import configure
 
     settings = context.load().settings
     configure(settings.log)
     limit_malloc()
+    see_whole()
     asyncio.run(Agent.main(settings))

@@ -17,7 +17,11 @@ from hibernode.discovery.signals import ReadyRequest
 from hibernode.errors import RefusedError, UsageError
 from hibernode.host import linux, procfs
 from hibernode.host.procfs import Process, Stat
+from hibernode.shim_placeholder import recognise
 from hibernode.workload import CheckpointId, Era, ProcessKey
+
+CONTAINER_DEPTH: Final = 2
+"""A process in a container has a pid in two namespaces, the agent's and the container's."""
 
 START_SLACK_SECONDS: Final = 0.5
 """Start times have a resolution of one clock tick, and a clock that is stepped moves them against files."""
@@ -82,6 +86,8 @@ class ClaimIndex:
         contract = contract_of(environ, self._era)
         if not named or not contract.signal_file or not self._ours(key.pid, contract.signal_file, named):
             return None
+        if recognise(key.pid):
+            return None  # a placeholder has the worker's environment, and waits for it
         return Claim(key, named, contract)
 
     def _ours(self, pid: int, signal_file: str, named: str) -> bool:
@@ -254,11 +260,17 @@ def own_ready_files(claims: Iterable[Claim]) -> list[ReadyRequest]:
         try:
             id_ = CheckpointId(claim.hash)
             stat = stat_in_root(claim.key.pid, PurePosixPath(claim.contract.ready_file))
-            uids = procfs.read_status(claim.key.pid).uids
+            status = procfs.read_status(claim.key.pid)
             started = procfs.start_time(claim.key.start_ticks)
         except (OSError, ValueError, UsageError):
             continue
-        if stat.st_uid not in uids or stat.st_ctime + START_SLACK_SECONDS < started or stat.st_nlink != 1:
+        if len(status.ns_pids) > CONTAINER_DEPTH:
+            continue  # it was restored into a container, its ready file with it
+        if (
+            stat.st_uid not in status.uids
+            or stat.st_ctime + START_SLACK_SECONDS < started
+            or stat.st_nlink != 1
+        ):
             continue
         ready.append(
             ReadyRequest(

@@ -101,7 +101,7 @@ def _look_at(path: Path) -> _Place:
     return _Place((status.st_dev, status.st_ino), remote=remote)
 
 
-class _Events:
+class Events:
     """What watchdog's thread calls. Many events make one call into the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[set[str], int, bool], None]) -> None:
@@ -154,7 +154,7 @@ class _Events:
             self._take(names, overflows, stale)
 
 
-class _Inotify(InotifyFD):
+class Inotify(InotifyFD):
     """Watchdog's thread around one inotify instance, without the leaks."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class _Inotify(InotifyFD):
         os.set_inheritable(fd, False)  # it comes without CLOEXEC
         return fd
 
-    def begin(self, path: Path, events: _Events) -> None:
+    def begin(self, path: Path | str, events: Events) -> None:
         """Have ``events`` told what happens at ``path`` from now on.
 
         :raises OSError: no watch. :raises RuntimeError: no thread. Either way nothing of it remains.
@@ -184,7 +184,7 @@ class _Inotify(InotifyFD):
             self._close_resources()  # close() leaves that to the thread, and there is none
             raise
 
-    def _add(self, path: Path, events: _Events) -> None:
+    def _add(self, path: Path | str, events: Events) -> None:
         if self.add_callback(os.fsencode(path), EVENTS, events, CallbackId(1)) < 0:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # watchdog does not raise it
 
@@ -220,7 +220,7 @@ class DirectoryWatcher:
         self._retry_at = math.inf
         self._identity: tuple[int, int] | None = None
         self._inotify: InotifyFD | None = None
-        self._events: _Events | None = None
+        self._events: Events | None = None
         self._stale = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -317,9 +317,9 @@ class DirectoryWatcher:
 
     def _arm_inotify(self) -> None:
         loop = asyncio.get_running_loop()
-        events = _Events(loop, self._take)
+        events = Events(loop, self._take)
         try:
-            inotify = _Inotify()
+            inotify = Inotify()
             inotify.begin(self.path, events)
         except (FileNotFoundError, NotADirectoryError):  # it has gone since the look at it
             self._identity = None

@@ -10,6 +10,7 @@ see :func:`enter_namespace`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterable
@@ -139,6 +140,15 @@ def enter_namespace(pid: int = 1) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def see_whole() -> None:
+    """Move into the cgroup namespace of pid 1 if that can be had; else paths stay as they are seen.
+
+    Without hostPID, pid 1 is of our own container and nothing changes.
+    """
+    with contextlib.suppress(OSError):
+        enter_namespace()
 
 
 # where that is ------------------------------------------------------------------------------------------

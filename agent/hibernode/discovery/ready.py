@@ -1,0 +1,96 @@
+"""The workers' own ready files, inside their containers, seen as they are made.
+
+A worker's ready file has a path inside its root. The directory that it will be in is opened through
+/proc/PID/root and watched by inotify; what an event means is decided by the look that follows it. Where there
+can be no watch (too many workers, no inotify instance left, the directory is not there yet) the poll of the
+agent finds the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
+
+from hibernode.discovery.locate import Claim
+from hibernode.discovery.watch import Events, Inotify
+from hibernode.host import linux
+from hibernode.workload import ProcessKey
+
+log = logging.getLogger("hibernode.ready")
+
+MAX_WATCHES: Final = 64
+"""Each takes a thread and one of the 128 inotify instances that a user has by default. A node runs as many
+workers as it has GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    path: str
+    events: Events
+    inotify: Inotify
+
+    def end(self) -> None:
+        self.events.mute()
+        self.inotify.stop()
+
+
+class ReadyWatch:
+    """Calls ``on_change()`` in the loop when something happened where a ready file is awaited."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._watched: dict[ProcessKey, _Watched] = {}
+
+    def __len__(self) -> int:
+        """Count the directories that are watched."""
+        return len(self._watched)
+
+    def follow(self, claims: Iterable[Claim]) -> None:
+        """Watch for these workers and no others. Called in the loop; what it opens cannot block."""
+        wanted = {claim.key: claim.contract.ready_file for claim in claims if claim.contract.ready_file}
+        for key in [key for key, watched in self._watched.items() if wanted.get(key) != watched.path]:
+            self._watched.pop(key).end()
+        for key, path in wanted.items():
+            if key not in self._watched and len(self._watched) < MAX_WATCHES:
+                with contextlib.suppress(OSError, RuntimeError, ValueError):
+                    self._watched[key] = self._watch(key.pid, path)
+
+    def _watch(self, pid: int, path: str) -> _Watched:
+        events = Events(asyncio.get_running_loop(), self._take)
+        fd = _directory(pid, PurePosixPath(path).parent)
+        try:
+            inotify = Inotify()
+            # With a dot at the end: the watch does not follow the last link of a path, and this is one.
+            inotify.begin(f"/proc/self/fd/{fd}/.", events)
+        finally:
+            os.close(fd)  # the watch holds the inode
+        return _Watched(path, events, inotify)
+
+    def _take(self, names: set[str], overflows: int, stale: bool) -> None:
+        del names, overflows, stale
+        self._on_change()
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        while self._watched:
+            self._watched.popitem()[1].end()
+
+
+def _directory(pid: int, path: PurePosixPath) -> int:
+    """Open a directory as a process sees it, its links followed but never out of its root."""
+    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return linux.openat2(
+            root,
+            str(path),
+            os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC,
+            resolve=linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS,
+        )
+    finally:
+        os.close(root)
