@@ -187,6 +187,9 @@ class RestoreSettings(_Section):
     verify: Literal["sizes", "digests"] = Field("sizes", description="what is checked before CRIU runs")
     strict: bool = Field(False, description="a compatibility fact that cannot be compared refuses")
     read_ahead: bool = Field(True, description="read the images ahead of CRIU when they are not in memory")
+    placeholders: bool = Field(
+        False, description="restore into any 'hibernode placeholder' that names a checkpoint of the store"
+    )
 
 
 class GcSettings(_Section):

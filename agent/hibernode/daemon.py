@@ -53,6 +53,9 @@ MANY_NAMES: Final = 4096
 DISCOVER_SECONDS: Final = 5.0
 """Period of the look at /proc for workers whose own ready file is to be watched."""
 
+FILL_SECONDS: Final = 1.0
+"""The same where placeholders are looked for too: they wait for us, and the look costs some 20 ms."""
+
 GC_REASONS: Final = {
     "partial": "Partial",
     "older than gc.max_age_seconds": "MaxAge",
@@ -189,14 +192,17 @@ class Agent:
         Processes become known by a look at /proc; the files of those known are looked at in short turns.
         """
         index, known_at, changed = self.requests.index, 0.0, asyncio.Event()
+        discover = FILL_SECONDS if self.settings.restore.placeholders else DISCOVER_SECONDS
         with contextlib.closing(ReadyWatch(changed.set)) as watch:
             while True:
                 changed.clear()
-                if time.monotonic() - known_at > DISCOVER_SECONDS:
+                if time.monotonic() - known_at > discover:
                     await asyncio.to_thread(index.refresh)
                     known_at = time.monotonic()
                 claims = [claim for claim in index.claims() if claim.key not in self.requests.restored_keys]
                 watch.follow(claims)
+                if self.settings.restore.placeholders:
+                    await self.requests.fill(index.placeholders())
                 ready = await asyncio.to_thread(own_ready_files, claims)
                 taken = await asyncio.to_thread(restored.targets, self.state) if ready else set()
                 keys = {claim.key.pid: claim.key for claim in claims}
@@ -205,7 +211,7 @@ class Agent:
                         continue  # a ready file came there with the worker's other files
                     if not self.queue.has("checkpoint", request.id) and not self.signals.answered(request):
                         await self.requests.take_own(request)
-                period = self.settings.signals.poll_seconds if claims else DISCOVER_SECONDS
+                period = self.settings.signals.poll_seconds if claims else discover
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), period)
 

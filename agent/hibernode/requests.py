@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +13,8 @@ from hibernode import restored
 from hibernode.answers import Outcome, Request, RestoreOutcome, RestoreRequest, Trigger
 from hibernode.checkpoint import Checkpointer
 from hibernode.config import Settings
-from hibernode.discovery.locate import ClaimIndex, Located, locate
+from hibernode.discovery.containers import Container, container_of
+from hibernode.discovery.locate import Claim, ClaimIndex, Located, locate
 from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
 from hibernode.discovery.signals import RestoreRequest as RestoreFile
 from hibernode.errors import HibernodeError, RefusedError, UsageError
@@ -54,6 +55,7 @@ class Requests:
         self.parts = parts
         self.index = ClaimIndex(ERA_A1, parts.settings.signals.path)
         self.restored_keys: set[ProcessKey] = set()
+        self.filled: set[ProcessKey] = set()
         self.last_failure = ""
 
     async def take(self, scan: Scan) -> None:
@@ -122,6 +124,33 @@ class Requests:
             self._look_again(f"{request.id}{ERA_A1.restore_suffix}", outcome)
 
         self.parts.jobs.submit("restore", request.id, work, ended)
+
+    async def fill(self, claims: Iterable[Claim]) -> None:
+        """Restore into placeholders that name a checkpoint of the store: one try a container, and a pod."""
+        for claim in claims:
+            with contextlib.suppress(OSError, HibernodeError):
+                id_ = CheckpointId(claim.hash)
+                if claim.key in self.filled or self.parts.jobs.has("restore", id_):
+                    continue
+                await asyncio.to_thread(self.parts.restorer.store.get, id_)
+                container = await asyncio.to_thread(container_of, claim.key.pid)
+                if container is None or container.init != claim.key:
+                    continue
+                self.filled.add(claim.key)
+                names = [f"container {container.ref.id} {claim.key.start_ticks}"]
+                names += [f"pod {container.ref.pod_uid}"] if container.ref.pod_uid else []
+                if not container.nested and self.parts.restorer.state.first_try(*names):
+                    self._fill(id_, container)
+
+    def _fill(self, id_: CheckpointId, container: Container) -> None:
+        async def work(_job: object) -> RestoreOutcome:
+            self.parts.events.add("Normal", "RestoreStarted", id_, f"into container {container.ref.id}")
+            asked = RestoreRequest(id_, into=container.ref.id, announce=False)
+            outcome = await self.parts.restorer.run(asked)
+            self._say_restore(outcome)
+            return outcome
+
+        self.parts.jobs.submit("restore", id_, work, lambda _outcome: None)
 
     def _look_again(self, name: str, outcome: Outcome | RestoreOutcome | None) -> None:
         """Look at the request once more: a new one may have come while the job was still in the queue.

@@ -54,6 +54,11 @@ def write_json(directory: Dir, name: str, data: dict[str, Any], *, sync: bool = 
     directory.write_atomic(name, text.encode(), 0o600, sync=sync)
 
 
+TRIES: Final = "tries.json"
+MAX_TRIES: Final = 1000
+"""Containers and pods that a restore was tried into; a node runs some hundred pods."""
+
+
 class StateDir:
     """The agent's own directory on this node."""
 
@@ -118,6 +123,14 @@ class StateDir:
         had = read_json(self.attempts_dir, f"{name}.json") is not None
         self.attempts_dir.unlink(f"{name}.json", missing_ok=True)
         return had
+
+    def first_try(self, *names: str) -> bool:
+        """Note a try under all of ``names``; False if there was one under any of them before."""
+        known = read_json(self.root, TRIES) or {}
+        first = not any(name in known for name in names)
+        kept = sorted(known.items(), key=lambda item: str(item[1]))[-MAX_TRIES:]
+        write_json(self.root, TRIES, {**dict(kept), **dict.fromkeys(names, time.time())})
+        return first
 
     # logs of failed dumps -----------------------------------------------------------------------------
 

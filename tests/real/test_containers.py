@@ -159,3 +159,20 @@ def test_a_crash_is_never_a_zero(place: Place) -> None:
     os.kill(int(children(waiting.pid)[0]), signal.SIGSEGV)
     os.kill(int(children(waiting.pid)[0]), signal.SIGKILL)
     assert waiting.wait() in (128 + signal.SIGKILL, 128 + signal.SIGSEGV)
+
+
+def test_a_placeholder_is_filled_by_the_agent_once(place: Place) -> None:
+    """It names the id; the agent restores into it unasked, and a refused one starts cold and is left alone."""
+    node = place.node
+    node.start_agent(RESTORE_PLACEHOLDERS="true")
+    id_ = node.new_id()
+    dump(place, id_, place.start(id_))
+    waiting = place.placeholder(id_)
+    until("restored worker", lambda: (waiting.state() or {}).get("restored"))
+    waiting.counts_on()
+    waiting.ask_exit(0)
+    assert waiting.wait() == 0
+    cold = ("/bin/sh", "-c", "echo started cold; exec sleep 1000")
+    small = place.placeholder(id_, "--", *cold, memory=6 * MIB)
+    until("cold start", lambda: "started cold" in small.log())
+    assert "restore.memory_limit" in node.run("events").stdout

@@ -69,13 +69,17 @@ class ClaimIndex:
         self._era = era
         self._signal_dir = signal_dir
         self._found: dict[int, Claim] = {}
+        self._waiting: dict[int, Claim] = {}
         self._stats: dict[int, Stat] = {}
 
     def refresh(self) -> None:
         """Look at every process."""
         self._stats = procfs.all_stats()
         looked = (self._look(stat.key) for stat in self._stats.values() if not stat.is_kernel_thread)
-        self._found = {claim.key.pid: claim for claim in looked if claim is not None}
+        found = {claim.key.pid: claim for claim in looked if claim is not None}
+        # A placeholder has the worker's environment, and waits for it.
+        self._waiting = {pid: claim for pid, claim in found.items() if recognise(pid)}
+        self._found = {pid: claim for pid, claim in found.items() if pid not in self._waiting}
 
     def _look(self, key: ProcessKey) -> Claim | None:
         try:
@@ -86,8 +90,6 @@ class ClaimIndex:
         contract = contract_of(environ, self._era)
         if not named or not contract.signal_file or not self._ours(key.pid, contract.signal_file, named):
             return None
-        if recognise(key.pid):
-            return None  # a placeholder has the worker's environment, and waits for it
         return Claim(key, named, contract)
 
     def _ours(self, pid: int, signal_file: str, named: str) -> bool:
@@ -109,6 +111,10 @@ class ClaimIndex:
     def claims(self) -> list[Claim]:
         """List the topmost claimants of every id: a child inherits its parent's environment."""
         return [claim for claim in self._found.values() if not self._below(claim, self._found)]
+
+    def placeholders(self) -> list[Claim]:
+        """List the placeholders that name an id, and no worker that was restored into them."""
+        return list(self._waiting.values())
 
     def _below(self, claim: Claim, found: Mapping[int, Claim]) -> bool:
         pid = self._stats[claim.key.pid].ppid
