@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 from hibernode.criu.find import find_criu
-from tests.bench import agent, disk, pairs, stamp
+from tests.bench import agent, containers, disk, pairs, stamp
 from tests.bench.measure import Report, machine_facts
 
-NAMES = ("disk", "64", "1024", "4096", "latency", "rest", "start", "flood")
+NAMES = ("disk", "64", "1024", "4096", "containers", "latency", "rest", "start", "flood")
 ROUNDS = {64: 11, 1024: 9, 4096: 5}
 QUICK_ROUNDS = {64: 2, 1024: 1}
 
@@ -44,6 +44,8 @@ def main() -> int:
         for mib, rounds in (QUICK_ROUNDS if args.quick else ROUNDS).items():
             if str(mib) in wanted:
                 pairs.measure(report, base, criu, mib, rounds)
+        if "containers" in wanted:
+            containers.measure(report, base, criu, 2 if args.quick else 11)
         if "latency" in wanted:
             agent.latency(report, base, criu, 10 if args.quick else 50)
         if "rest" in wanted:

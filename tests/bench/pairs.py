@@ -181,9 +181,8 @@ def measure(report: Report, base: Path, criu: StampedCriu, mib: int, rounds: int
     pair = Pair(directory, criu, mib)
     with contextlib.closing(pair):
         with victim(mib) as process, Process.open(process.pid) as held:
-            pair.bare_dump(
-                held
-            )  # not counted: the host gives a virtual machine its memory at the first touch
+            # Not counted: the host gives a virtual machine its memory at the first touch.
+            pair.bare_dump(held)
             bare, dumps = turns(rounds, lambda: pair.bare_dump(held), lambda: pair.our_dump(held))
         _report_dumps(report, size, bare, [dump for dump in dumps if isinstance(dump, Outcome)])
         for cold in (False, True):
