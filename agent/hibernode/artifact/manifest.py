@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Annotated, Final, Literal, Self, TypeVar
 
@@ -230,6 +231,23 @@ class ContainerFacts(_Part):
     devices: Many[Text] = ()
     diffs: Many[DiffFacts] = ()
 
+    def check(self, files: Collection[str]) -> None:
+        """See that keys and places are there once, and that each diff has its file and its place.
+
+        :raises ValueError: they are not.
+        """
+        for what in ([mount.key for mount in self.mounts], [mount.mount_point for mount in self.mounts]):
+            if len(set(what)) != len(what):
+                raise ValueError("container.mounts lists one twice")
+        places = {"/", *(mount.mount_point for mount in self.mounts)}
+        for diff in self.diffs:
+            if diff.file not in files:
+                raise ValueError(
+                    f"container.diffs names {diff.file[:_SHOWN]!r}, which is not among the files"
+                )
+            if diff.mount_point not in places:
+                raise ValueError("container.diffs names a place that is no mount")
+
 
 class FileEntry(_Part):
     """A file of the artifact. ``path`` is relative to the artifact, ``size`` in bytes, ``digest`` BLAKE3."""
@@ -278,6 +296,8 @@ class Manifest(_Part):
         total = sum(entry.size for entry in self.files)
         if total != self.total_bytes:
             raise ValueError(f"total_bytes is {self.total_bytes}, but the files have {total} bytes")
+        if self.container is not None:
+            self.container.check(seen)
         return self
 
 

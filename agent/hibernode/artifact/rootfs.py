@@ -101,10 +101,10 @@ def save(
 def save_tree(top: int, out: Sink, *, excluded: Iterable[str] = (), hook: Hook = no_hook) -> Saved:
     """Write all that is below the directory ``top``, as of a tmpfs; the rest is as with :func:`save`.
 
-    Where it is applied, whatever else is there goes.
+    Where it is applied, whatever else is there stays: the containers of a pod share one /dev/shm.
     """
     saver = Saver(Writer(out), top, excluded=compile_patterns(excluded), hook=hook)
-    saver.save(b"", full=True)
+    saver.save(b"", full=True, alone=False)
     return saver.finish()
 
 
@@ -165,13 +165,16 @@ class Saver:
         self.mounts: list[bytes] = []
         self.excluded = self.sockets = self.devices = 0
 
-    def save(self, path: bytes, *, full: bool = False) -> None:
-        """Write ``path`` and what is below it: what the upper directory has, or with ``full`` everything."""
+    def save(self, path: bytes, *, full: bool = False, alone: bool = True) -> None:
+        """Write ``path`` and what is below it: what the upper directory has, or with ``full`` everything.
+
+        ``alone``: where that everything is applied, nothing else shall be there.
+        """
         pending = [(path, full)]
         while pending:
             where, whole = pending.pop()
             self._hook(where)
-            inner = self._visit(where, whole=whole, opaque=whole and where == path)
+            inner = self._visit(where, whole=whole, opaque=whole and alone and where == path)
             if inner is not None:
                 source = self._merged if inner or self._upper is None else self._upper
                 pending += [(tree.join(where, name), inner) for name in reversed(tree.names(source, where))]

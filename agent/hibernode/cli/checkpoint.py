@@ -115,18 +115,19 @@ def _dry_run(settings: Settings, process: Process, output: str) -> None:
     from pathlib import Path
 
     from hibernode.checkpoint import dump_options
+    from hibernode.container import dump as containers
     from hibernode.criu.options import dump_args
     from hibernode.criu.runner import find_criu
+    from hibernode.discovery.containers import container_of
     from hibernode.preflight import preflight
 
     criu = find_criu(settings.criu.binary)
     checked = preflight(process, settings, criu, settings.store.path)
-    args = dump_args(
-        process.pid,
-        Path("IMAGES"),
-        dump_options(settings, checked),
-        work_dir=Path("WORK"),
-    )
+    chosen = dump_options(settings, checked)
+    container = container_of(process.pid)
+    if container is not None and not failed(checked.findings):
+        chosen = containers.options(chosen, containers.look(container, process, checked, settings))
+    args = dump_args(process.pid, Path("IMAGES"), chosen, work_dir=Path("WORK"))
     command = shlex.join([*criu.argv, *args])
     data = {
         "pid": process.pid,

@@ -31,6 +31,7 @@ def container_findings(manifest: Manifest, target: Target | None) -> list[Findin
         _rootfs(facts, target),
         _memory(manifest, facts, target),
         _ids(facts, target),
+        _privileges(manifest, target),
         _network(facts, target),
         _listening(facts, target),
         _connected(facts, target),
@@ -180,6 +181,26 @@ def _ids(facts: ContainerFacts, target: Target) -> Finding:
         expected,
         found,
         "restore into a container with the same user namespace settings",
+    )
+
+
+def _privileges(manifest: Manifest, target: Target) -> Finding:
+    """See that the worker brings no right along that its new container does not give."""
+    worker = manifest.process
+    more: list[str] = []
+    if extra := worker.cap_eff & ~target.cap_eff:
+        more.append(f"capabilities {extra:#x}")
+    if target.no_new_privs and not worker.no_new_privs:
+        more.append("new privileges by exec")
+    if target.seccomp_mode and not worker.seccomp_mode:
+        more.append("no seccomp filter")
+    return _row(
+        "restore.privileges",
+        Verdict.FAIL if more else Verdict.OK,
+        f"no more than the container: capabilities {target.cap_eff:#x}, no_new_privs {target.no_new_privs}, "
+        f"seccomp mode {target.seccomp_mode}",
+        f"the worker has {_listed(more)}" if more else "no more",
+        "give the container the security context that the worker had, or take the checkpoint anew",
     )
 
 

@@ -50,6 +50,9 @@ class Target:
     devices: frozenset[str]
     own_net: bool
     addresses: frozenset[str]
+    cap_eff: int
+    no_new_privs: bool
+    seccomp_mode: int
 
 
 def look(container: Container, process: Process) -> Target:
@@ -59,13 +62,13 @@ def look(container: Container, process: Process) -> Target:
     :raises ProcessLookupError: it has ended.
     """
     pid = process.pid
-    memory = cgroups.memory(pid)
+    status, memory = procfs.read_status(pid), cgroups.memory(pid)
     own_net = procfs.namespaces(pid).get("net") != procfs.namespaces(os.getpid()).get("net")
     return Target(
         container=container,
         process=process,
         mounts=mountplan.look(pid),
-        depth=len(procfs.read_status(pid).ns_pids) - 1,
+        depth=len(status.ns_pids) - 1,
         comm=procfs.read_stat(pid).comm,
         ours=recognise(pid),
         others=tuple(entry.pid for entry in procfs.tree(pid) if entry.pid != pid and entry.state not in "ZX"),
@@ -76,6 +79,9 @@ def look(container: Container, process: Process) -> Target:
         devices=frozenset(devices(pid)),
         own_net=own_net,
         addresses=addresses(pid),
+        cap_eff=status.cap_eff,
+        no_new_privs=status.no_new_privs,
+        seccomp_mode=status.seccomp_mode,
     )
 
 
@@ -171,7 +177,6 @@ def external(manifest: Manifest, directory: Path) -> tuple[str, ...]:
 
 
 def lower_layers(root: mounts.Mount) -> tuple[str, ...]:
-    """List an overlay's lower layers as it was mounted; none for other file systems."""
-    if root.fs_type != "overlay":
-        return ()
-    return tuple((root.super_option("lowerdir") or "").split(":"))
+    """List an overlay's lower layers as it was mounted; none where mountinfo does not say."""
+    lower = root.super_option("lowerdir") if root.fs_type == "overlay" else ""
+    return tuple(lower.split(":")) if lower else ()
