@@ -4,57 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hibernode.placeholder import find_placeholder
-from tests.real import images
-from tests.real.boxes import Box, Kit, Runtime
+from tests.real.boxes import KINDS, Kit
 from tests.real.node import Node, until
+from tests.real.places import MIB, Place, children, dump, mounts_of, placed, tree
 
 pytestmark = [pytest.mark.containers, pytest.mark.criu]
-
-KINDS = ("runc", "crun", "ctr", "cri")
-PROFILE = Path(__file__).parents[2] / "seccomp" / "block-iouring.json"
-PLACEHOLDER = "/hibernode-placeholder"
-MIB = 1 << 20
-
-
-@dataclass
-class Place:
-    """A node, a runtime on it, and the boxes of a test."""
-
-    node: Node
-    runtime: Runtime
-    image: Path
-    worker: str
-
-    def start(self, id_: str, *args: str, argv: tuple[str, ...] = (), **more: Any) -> Box:
-        """Start a worker, or whatever ``argv`` says, with the mounts and the contract of a worker."""
-        self.node.signals.mkdir(exist_ok=True)
-        env = {
-            "DYN_CHECKPOINT_HASH": id_,
-            "DYN_CHECKPOINT_SIGNAL_FILE": f"/signals/{id_}.done",
-            "DYN_CHECKPOINT_READY_FILE": "/srv/ready",
-            "DYN_RESTORE_MARKER_FILE": "/srv/restored",
-        }
-        more.setdefault(
-            "binds", [(self.node.signals, "/signals", "rw"), (find_placeholder(), PLACEHOLDER, "ro")]
-        )
-        more.setdefault("seccomp", PROFILE)
-        more.setdefault("memory", 256 * MIB)
-        return self.runtime.run(argv or (self.worker, *args), image=self.image, env=env, **more)
-
-    def placeholder(self, id_: str, *cold: str, **more: Any) -> Box:
-        """Start a container that waits for the worker."""
-        box = self.start(id_, argv=(PLACEHOLDER, *cold), **more)
-        until("listening placeholder", lambda: "hibernode-ph" in Path(f"/proc/{box.pid}/comm").read_text())
-        return box
 
 
 @pytest.fixture(params=KINDS)
@@ -66,45 +25,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def place(node: Node, kit: Kit, kind: str, request: pytest.FixtureRequest) -> Iterator[Place]:
     """Give a place for the image that the test's parameter names; Debian without one."""
-    name = getattr(request, "param", "debian")
-    image, worker = {
-        "debian": (images.debian, images.PYTHON_WORKER),
-        "busybox": (images.busybox, images.STATIC_WORKER),
-    }[name]
-    with kit.runtime(kind) as runtime:
-        yield Place(node, runtime, image(), worker)
-
-
-def tree(root: Path) -> dict[str, tuple[object, ...]]:
-    """Describe the files that a worker has left: type, mode, owner, time, size or target, content."""
-    found: dict[str, tuple[object, ...]] = {}
-    for top in ("etc/box", "opt", "srv/box"):
-        for directory, names, files in os.walk(root / top):
-            for name in [*names, *files]:
-                path = Path(directory) / name
-                seen = path.lstat()
-                kind = stat.S_IFMT(seen.st_mode)
-                what: object = os.readlink(path) if stat.S_ISLNK(kind) else ""
-                if stat.S_ISREG(kind):
-                    what = path.read_bytes()
-                links = seen.st_nlink if not stat.S_ISDIR(kind) else 0
-                time = seen.st_mtime_ns
-                found[str(path.relative_to(root))] = (
-                    seen.st_mode,
-                    seen.st_uid,
-                    seen.st_gid,
-                    time,
-                    what,
-                    links,
-                )
-    return found
-
-
-def dump(place: Place, id_: str, box: Box) -> None:
-    """Have the agent dump a worker that has said that it is ready; it ends as the contract says."""
-    answer = place.node.done(id_)
-    assert answer["success"] is True, (answer, place.node.tail(), box.log())
-    assert box.wait() == 0, box.log()
+    with placed(node, kit, kind, getattr(request, "param", "debian")) as here:
+        yield here
 
 
 @pytest.mark.parametrize("place", ["debian", "busybox"], indirect=True)
@@ -135,17 +57,6 @@ def test_a_container_is_frozen_and_thawed_in_another(place: Place) -> None:
     until("ticks in the placeholder's log", lambda: "tick" in waiting.log())
     waiting.ask_exit(7)
     assert waiting.wait() == 7
-
-
-def children(pid: int) -> list[str]:
-    """List the children of a process."""
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def mounts_of(pid: int) -> list[tuple[str, ...]]:
-    """List what is mounted where and how, without the kernel's numbers."""
-    lines = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
-    return sorted((*line.split()[3:6], line.split(" - ")[1].split()[0]) for line in lines)
 
 
 def test_a_crash_is_never_a_zero(place: Place) -> None:

@@ -216,6 +216,44 @@ def test_a_service_of_that_name_stops_no_agent(empty, name):
     assert load(file=empty, environ={name: "tcp://10.0.0.1:9465"}).sources == {}
 
 
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        pytest.param("", (), id="nothing"),
+        pytest.param(" , ,", (), id="commas alone"),
+        pytest.param("/var/cache/**", ("/var/cache/**",), id="one"),
+        pytest.param(
+            "/var/cache/**, __pycache__ ,/a b", ("/var/cache/**", "__pycache__", "/a b"), id="several"
+        ),
+    ],
+)
+def test_a_list_is_written_with_commas(tmp_path, empty, text, taken):
+    """In the environment, in a flag and in the file alike; shown in the form that is taken again."""
+    key, name = "checkpoint.rootfs_exclude", "HIBERNODE_CHECKPOINT_ROOTFS_EXCLUDE"
+    file = tmp_path / "list.yaml"
+    file.write_text(f"checkpoint: {{rootfs_exclude: '{text}'}}\n")
+    for loaded in (
+        load(file=file, environ={}),
+        load(file=empty, environ={name: text}),
+        load(file=empty, environ={}, flags=[(key, text)]),
+    ):
+        assert loaded.settings.checkpoint.rootfs_exclude == taken
+        (shown,) = [option for option in loaded.options() if option.key == key]
+        assert shown.value == ", ".join(taken)
+        again = load(file=empty, environ={shown.env: str(shown.value)})
+        assert again.settings == loaded.settings
+
+
+def test_a_list_may_be_one_in_the_file(tmp_path):
+    """With an entry a line, where also a comma is a part of it; the last source replaces the whole list."""
+    file = write(tmp_path, "checkpoint:\n  rootfs_exclude:\n    - /var/cache/**\n    - '/a,b'\n")
+    loaded = load(file=file, environ={})
+    assert loaded.settings.checkpoint.rootfs_exclude == ("/var/cache/**", "/a,b")
+    loaded = load(file=file, environ={"HIBERNODE_CHECKPOINT_ROOTFS_EXCLUDE": "/x"})
+    assert loaded.settings.checkpoint.rootfs_exclude == ("/x",)
+    assert only(tmp_path, "checkpoint: {rootfs_exclude: []}").settings.checkpoint.rootfs_exclude == ()
+
+
 # what is refused --------------------------------------------------------------------------------------
 
 
@@ -282,6 +320,16 @@ def test_a_bad_value_is_named_with_its_key_and_source(empty, key, value):
         pytest.param("store: {path: }", "store.path", id="nothing for a path"),
         pytest.param("node_name: 2026-01-01", "node_name", id="a date for a name"),
         pytest.param("node_name: 0x10", "node_name", id="a number for a name"),
+        pytest.param(
+            "checkpoint: {rootfs_exclude: 1}", "checkpoint.rootfs_exclude", id="a number for a list"
+        ),
+        pytest.param(
+            "checkpoint: {rootfs_exclude: [1]}", "checkpoint.rootfs_exclude", id="a number in a list"
+        ),
+        pytest.param("checkpoint: {rootfs_exclude: }", "checkpoint.rootfs_exclude", id="nothing for a list"),
+        pytest.param(
+            "checkpoint: {rootfs_exclude: {a: b}}", "checkpoint.rootfs_exclude", id="a mapping for one"
+        ),
         pytest.param("node_name: [" + "'a', " * 50_000 + "]", "node_name", id="a very long list"),
     ],
 )

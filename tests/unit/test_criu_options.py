@@ -135,6 +135,25 @@ def test_external_resources_and_scripts_are_handed_on():
     assert value(args, "--external") == "mnt[data]:/data"
 
 
+def test_a_dump_of_a_container():
+    """Each mount that is left out and the tree's freezer are options; without them CRIU is told of none."""
+    args = dump(skip_mounts=("/run/nvidia/driver", "/a b"), freeze_cgroup="/sys/fs/cgroup/freezer/pod")
+    assert [args[at + 1] for at, word in enumerate(args) if word == "--skip-mnt"] == [
+        "/run/nvidia/driver",
+        "/a b",
+    ]
+    assert value(args, "--freeze-cgroup") == "/sys/fs/cgroup/freezer/pod"
+    assert not {"--skip-mnt", "--freeze-cgroup", "--root", "--mntns-compat-mode"} & set(dump())
+
+
+def test_a_restore_into_a_container():
+    """The root comes with the older way of making mounts; a restore on the machine has neither."""
+    args = restore(root="/restores/1/root")
+    assert value(args, "--root") == "/restores/1/root"
+    assert "--mntns-compat-mode" in args
+    assert not {"--root", "--mntns-compat-mode", "--skip-mnt", "--freeze-cgroup"} & set(restore())
+
+
 def test_where_the_log_goes():
     """The log has a plain name, and the directory for it can be given."""
     assert value(dump_args(1, IMAGES, DUMP, work_dir=Path("/work")), "--work-dir") == "/work"

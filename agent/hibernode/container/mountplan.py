@@ -17,6 +17,7 @@ from typing import Final
 from hibernode.errors import RefusedError
 from hibernode.host import linux, mounts
 from hibernode.host.mounts import Mount
+from hibernode.text import printable
 
 SKIPPED: Final = ("/run/nvidia/driver", "/proc/driver/nvidia")
 """Mounted by NVIDIA's container toolkit; Dynamo's agent skips the same."""
@@ -119,7 +120,7 @@ def plan(seen: Sequence[Mount], directories: Mapping[int, bool]) -> MountPlan:
         if mount.mount_point in taken:
             raise _unusable(mount.mount_point, "is there twice, one over the other")
         if not mount.mount_point.isprintable():
-            raise _unusable(ascii(mount.mount_point), "has a name that no manifest can hold")
+            raise _unusable(mount.mount_point, "has a name that no manifest can hold")
         taken.add(mount.mount_point)
         places.append(Place(f"m{number}", mount.id, mount.mount_point, mount.fs_type, directories[mount.id]))
     skipped = [mount.mount_point for mount in seen if is_skipped(mount.mount_point)]
@@ -128,7 +129,7 @@ def plan(seen: Sequence[Mount], directories: Mapping[int, bool]) -> MountPlan:
 
 def _unusable(mount_point: str, why: str) -> RefusedError:
     return RefusedError(
-        f"the mount at {mount_point} {why}",
+        f"the mount at {printable(mount_point, keep='')} {why}",
         remedy="mount it elsewhere in the container, or not at all",
         reason="MountUnusable",
     )
