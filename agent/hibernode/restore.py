@@ -30,7 +30,7 @@ from hibernode.compat import PIDS_CHECK, compatibility, host_facts, strictly
 from hibernode.config import Settings
 from hibernode.container import restore as filling
 from hibernode.container import target as targets
-from hibernode.container.gate import container_findings, keeps_connections
+from hibernode.container.gate import container_findings
 from hibernode.container.restore import Applied
 from hibernode.container.target import Target
 from hibernode.criu import diagnose, options
@@ -51,6 +51,7 @@ from hibernode.host.safefs import Dir
 from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, uncut
 from hibernode.preflight import refuse
+from hibernode.restore_options import inherit, restore_options
 from hibernode.state import StateDir, read_json, write_json
 from hibernode.workload import ERA_A1, CheckpointId, Finding, Verdict
 
@@ -103,6 +104,10 @@ class Restorer:
                 outcome = await self._steps(work)
         except BusyError as error:
             return restore_failed(request, error, answered=False)
+        except asyncio.CancelledError:
+            if work is not None and work.process is not None:
+                await uncut(asyncio.to_thread(self._give_back, work, work.process))
+            raise
         except Exception as error:
             if not isinstance(error, (HibernodeError, OSError)):
                 log.exception("%s: unexpected failure", request.id)
@@ -216,15 +221,19 @@ class Restorer:
         """Leave the container as it was, and tell its placeholder that it may start cold."""
         if work.process is None:
             return outcome
-        problems = await uncut(
-            asyncio.to_thread(filling.undo_files, work.process, work.directory, work.applied)
-        )
-        state = "the container is as it was" if not problems else f"not undone: {'; '.join(problems)}"
-        if not work.process.alive():
-            state = "the container has ended"
-        else:
-            filling.say_failed(work.process)
+        state = await uncut(asyncio.to_thread(self._give_back, work, work.process))
         return dataclasses.replace(outcome, message=f"{outcome.message}; {state}")
+
+    def _give_back(self, work: _Work, process: Process) -> str:
+        """Bring the container's files back, unless the worker runs in it; says how it is now."""
+        note = read_json(work.directory, "state.json") or {}
+        if note.get("phase") == restored.Phase.RUNNING:
+            return "the worker runs"  # it was too late to take it back
+        problems = filling.undo_files(process, work.directory, work.applied)
+        if not process.alive():
+            return "the container has ended"
+        filling.say_failed(process)
+        return f"not undone: {'; '.join(problems)}" if problems else "the container is as it was"
 
     async def _step(self, work: _Work, step: Step) -> None:
         self._notify(work.request.id, step)
@@ -241,7 +250,7 @@ class Restorer:
                 container = find(request.into).container
                 target = targets.look(container, held.enter_context(hold(container)))
             findings = await asyncio.to_thread(self._findings, artifact.manifest, criu, request, target)
-            chosen = _options(artifact.manifest, self.settings, Path(), target)
+            chosen = restore_options(artifact.manifest, self.settings, Path(), target)
         args = options.restore_args(
             artifact.path / "images",
             Path("restored.pid"),
@@ -318,7 +327,7 @@ class Restorer:
         args = options.restore_args(
             images,
             pidfile,
-            _options(manifest, self.settings, directory, target),
+            restore_options(manifest, self.settings, directory, target),
             work_dir=directory,
         )
         marker = manifest.contract.restore_marker
@@ -327,7 +336,7 @@ class Restorer:
             "env": {**clean_env(), JOB_ENV: work.uuid},
             "pidfile": str(pidfile),
             "deadline_seconds": self.settings.restore.deadline_seconds,
-            "inherit": _inherit(manifest) if target is None else filling.inherit(manifest),
+            "inherit": inherit(manifest) if target is None else filling.inherit(manifest),
             "container": None if target is None else targets.spec(manifest, target),
             "marker": {
                 "path": marker,
@@ -456,39 +465,3 @@ def may_ask(request: RestoreRequest, manifest: Manifest) -> None:
             remedy="root or the worker's own user must write the restore file",
             reason="WrongOwner",
         )
-
-
-def _options(
-    manifest: Manifest, settings: Settings, directory: Path, target: Target | None
-) -> options.RestoreOptions:
-    """Take what must match the dump from the manifest, the rest from the settings.
-
-    ``directory``: the restore's own, where the shim puts the mounts of a container.
-    """
-    into = target if manifest.container is not None else None
-    kept = manifest.container is None or into is None or keeps_connections(manifest.container, into)
-    return options.RestoreOptions(
-        external=() if into is None else targets.external(manifest, directory),
-        root=None if into is None else str(directory / "root"),
-        shell_job=manifest.shell_job,
-        tcp="established" if manifest.tcp == "established" and kept else "close",
-        file_locks=settings.criu.file_locks,
-        link_remap=settings.criu.link_remap,
-        ghost_limit_bytes=settings.criu.ghost_limit_bytes,
-        log_level=settings.criu.log_level,
-    )
-
-
-def _inherit(manifest: Manifest) -> list[dict[str, str]]:
-    """List the pipe ends outside the tree and what takes their place: /dev/null, or a file to append to.
-
-    Two descriptors on one pipe share one file, so that the order of lines is kept.
-    """
-    ends: dict[str, dict[str, str]] = {}
-    for entry in manifest.fds:
-        if entry.kind == "pipe" and entry.target not in ends:
-            number = entry.target.removeprefix("pipe:[").removesuffix("]")
-            name = {1: "stdout", 2: "stderr"}.get(entry.fd, "pipe")
-            mode = "read" if entry.access == "read" else "append"
-            ends[entry.target] = {"key": entry.target, "mode": mode, "file": f"{name}.{number}.log"}
-    return list(ends.values())

@@ -32,8 +32,9 @@ SHM_MOUNT: Final = "/dev/shm"  # noqa: S108 - where every container has its own
 MAPPED: Final = "::ffff:"
 """How an IPv6 socket shows an IPv4 address."""
 
-LOOPBACK: Final = ("127.", "::1")
-WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - recognised, not bound
+LOOPBACK: Final = "127."
+EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "::1", ""})  # noqa: S104 - recognised, not bound
+"""Addresses that every network namespace has; of IPv4's loopback all with this prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def _addresses(checked: Preflight, *, listening: bool) -> set[str]:
         for socket in checked.facts.tcp
         if socket.inode in ours and (socket.state == "LISTEN") == listening
     }
-    return {address for address in bound - WILDCARDS if not address.startswith(LOOPBACK)}
+    return {address for address in bound - EVERYWHERE if not address.startswith(LOOPBACK)}
 
 
 def options(base: DumpOptions, dump: ContainerDump) -> DumpOptions:

@@ -16,7 +16,7 @@ WAITING: Final = frozenset({"sleep", "pause", "tail", "tini", "dumb-init", "cata
 
 CRIU_BYTES: Final = 4 << 20
 TASK_BYTES: Final = 1 << 20
-"""What a restore takes beyond the pages: with 2 MiB a worker of 75 MiB was killed at the limit, with 4 not."""
+"""What a restore takes beyond the pages: with 2 MiB more a worker of 75 MiB was killed, with 4 it was not."""
 
 DRIVER_DEVICES: Final = "/dev/nvidia"
 """Which GPU is whose is decided by their UUIDs, not by the names of their devices."""
