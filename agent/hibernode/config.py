@@ -162,6 +162,15 @@ class CriuSettings(_Section):
     )
 
 
+class RuntimeSettings(_Section):
+    """The node's container runtime. Only ``doctor`` asks it: containers are found without."""
+
+    socket: Annotated[str, BeforeValidator(_absolute_or_empty)] = Field(
+        "",
+        description="absolute path of its CRI socket; empty: that of containerd, CRI-O, k3s or cri-dockerd",
+    )
+
+
 class CheckpointSettings(_Section):
     """The dump pipeline."""
 
@@ -230,6 +239,7 @@ class Settings(_Section):
     store: StoreSettings = StoreSettings()
     signals: SignalSettings = SignalSettings()
     criu: CriuSettings = CriuSettings()
+    runtime: RuntimeSettings = RuntimeSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     restore: RestoreSettings = RestoreSettings()
     gc: GcSettings = GcSettings()

@@ -46,7 +46,7 @@ class Pod:
             "linux": {
                 # As below a kubelet that runs in a container itself: nobody else has this parent.
                 "cgroup_parent": f"/cri-{runtime.kit.token}/kubepods/burstable/pod{self.uid}",
-                "security_context": {"namespace_options": {"pid": CONTAINER}},
+                "security_context": {"namespace_options": {"pid": runtime.pid_mode}},
             },
         }
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n")
@@ -68,6 +68,8 @@ class CriRuntime(Runtime):
         super().__init__(kit)
         self.daemon = kit.daemon()
         self.pods: list[Pod] = []
+        self.pid_mode = CONTAINER
+        """Whose pid namespace containers live in: their own, the ``POD``'s or the ``NODE``'s."""
 
     def call(self, method: str, **request: Any) -> Message:
         """Call the CRI's runtime service."""
@@ -107,7 +109,7 @@ class CriRuntime(Runtime):
             (str(termination), "/dev/termination-log", "rw"),
         ]
         security: Message = {
-            "namespace_options": {"pid": CONTAINER},
+            "namespace_options": {"pid": self.pid_mode},
             "readonly_rootfs": recipe.readonly_root,
             "no_new_privs": True,
             "run_as_user": {"value": recipe.uid},

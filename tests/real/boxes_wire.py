@@ -1,27 +1,39 @@
-"""gRPC calls to containerd with the few messages that the tests use: tables instead of generated code.
+"""gRPC calls to containerd with the few messages that the tests use.
 
-A message is a dict. A table gives each field its number and its type: ``int`` (also for booleans and enums),
-``str``, or the table of a message; ``[type]`` when it is repeated. A map is a repeated :data:`PAIR`. The
-numbers are those of Kubernetes' CRI API v1 (``runtime.v1``) and of ``containerd.services.tasks.v1``.
+The numbers are those of Kubernetes' CRI API v1 (``runtime.v1``) and of ``containerd.services.tasks.v1``; what
+a table is says :mod:`hibernode.host.protobuf`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
-Message: TypeAlias = dict[str, Any]
-Table: TypeAlias = dict[str, tuple[int, Any]]
-VARINT, BYTES = 0, 2
-FIXED = {1: 8, 5: 4}
-"""Wire types of a fixed length, in bytes; nothing here needs their values."""
+from hibernode.host.protobuf import PAIR, Message, Table, decode, encode, pairs
+
+__all__ = (
+    "CONTAINER",
+    "EXITED",
+    "LOCALHOST",
+    "NODE",
+    "PAIR",
+    "POD",
+    "RUNTIME_DEFAULT",
+    "UNCONFINED",
+    "Message",
+    "RpcError",
+    "Table",
+    "Wire",
+    "decode",
+    "encode",
+    "pairs",
+)
+
 RpcError = grpc.RpcError
 RPC_SECONDS = 60.0
 
-PAIR: Table = {"key": (1, str), "value": (2, str)}
 NUMBER: Table = {"value": (1, int)}
 NAMESPACES: Table = {"network": (1, int), "pid": (2, int), "ipc": (3, int)}
 POD, CONTAINER, NODE = 0, 1, 2
@@ -111,83 +123,3 @@ class Wire:
     def close(self) -> None:
         """Hang up."""
         self._channel.close()
-
-
-def encode(table: Table, message: Message) -> bytes:
-    """Encode a message; fields that are absent, zero or empty take no room, as protobuf has it."""
-    return b"".join(_fields(table, message))
-
-
-def _fields(table: Table, message: Message) -> Iterator[bytes]:
-    for name, value in message.items():
-        number, kind = table[name]
-        repeated = isinstance(kind, list)
-        for one in value if repeated else [value]:
-            what = kind[0] if repeated else kind
-            if what is int:
-                if one:
-                    yield _varint(number << 3 | VARINT) + _varint(one)
-            elif one or repeated or isinstance(what, dict):
-                data = str(one).encode() if what is str else encode(what, one)
-                yield _varint(number << 3 | BYTES) + _varint(len(data)) + data
-
-
-def _varint(value: int) -> bytes:
-    """Encode a number of up to 64 bits, negative ones as their two's complement."""
-    value &= (1 << 64) - 1
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def decode(table: Table, data: bytes) -> Message:
-    """Decode a message; fields that the table does not know are passed over, absent ones get their zero."""
-    names = {number: (name, kind) for name, (number, kind) in table.items()}
-    message: Message = {name: _zero(kind) for name, (_, kind) in table.items()}
-    at = 0
-    while at < len(data):
-        key, at = _read_varint(data, at)
-        value: Any
-        if key & 7 == VARINT:
-            value, at = _read_varint(data, at)
-        else:
-            length, at = _read_varint(data, at) if key & 7 == BYTES else (FIXED[key & 7], at)
-            value, at = data[at : at + length], at + length
-        if key >> 3 not in names:
-            continue
-        name, kind = names[key >> 3]
-        if isinstance(kind, list):
-            message[name].append(_value(kind[0], value))
-        else:
-            message[name] = _value(kind, value)
-    return message
-
-
-def _zero(kind: Any) -> Any:
-    """Give what an absent field stands for."""
-    return [] if isinstance(kind, list) else None if isinstance(kind, dict) else kind()
-
-
-def _value(kind: Any, raw: Any) -> Any:
-    """Turn raw bytes or a number into what the table says."""
-    if isinstance(kind, dict):
-        return decode(kind, raw)
-    return raw.decode() if kind is str else raw
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Read a number; also give where it ends."""
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-
-
-def pairs(mapping: dict[str, str]) -> list[Message]:
-    """Write a mapping as protobuf does."""
-    return [{"key": key, "value": value} for key, value in mapping.items()]

@@ -19,9 +19,12 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     """Check this machine and change nothing; exit 1 if a check fails."""
     from importlib.resources import files
 
+    from hibernode.cri_checks import cri_findings
     from hibernode.criu.runner import Criu, find_criu
+    from hibernode.host.cgroups import see_whole
     from hibernode.preflight import host_findings, preflight
 
+    see_whole()
     settings = context.load().settings
     findings: list[Finding] = []
     criu: Criu | None = None
@@ -33,6 +36,7 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
         )
     profile = files("hibernode").joinpath("data/block-iouring.json").read_bytes()
     findings += host_findings(settings, criu, shipped_profile=profile)
+    findings += cri_findings(settings.runtime.socket)
     if pid is not None:
         with open_process(pid) as process:
             findings += preflight(process, settings, criu, settings.store.path).findings
