@@ -268,8 +268,10 @@ class Checkpointer:
         work.argv = result.argv
         if result.returncode != 0 or result.timed_out:
             raise self._dump_failed(work, result)
+        dump = work.dump
+        carried = (lambda _path: False) if dump is None else partial(containers.carried, dump)
         work.links = await asyncio.to_thread(
-            links.match, work.staging, kept, leave=self.settings.checkpoint.leave
+            links.match, work.staging, kept, leave=self.settings.checkpoint.leave, carried=carried
         )
 
     def _dump_failed(self, work: Work, result: CriuResult) -> HibernodeError:

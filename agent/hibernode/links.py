@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,8 +97,16 @@ def _standing(path: str) -> str:
             path = path.rpartition("/")[0]
 
 
-def match(staging: Staging, kept: Iterable[Kept], *, leave: str) -> tuple[LinkFacts, ...]:
+def match(
+    staging: Staging,
+    kept: Iterable[Kept],
+    *,
+    leave: str,
+    carried: Callable[[str], bool] = lambda _path: False,
+) -> tuple[LinkFacts, ...]:
     """Say which of our links stands for which of CRIU's.
+
+    ``carried`` says whether a link of CRIU's goes along with the files of a container.
 
     :raises CriuError: reason ``LinkRemapLost``, CRIU has made and removed a link that we have none for.
     :raises IntegrityError: an image is damaged.
@@ -112,6 +120,8 @@ def match(staging: Staging, kept: Iterable[Kept], *, leave: str) -> tuple[LinkFa
     for remap in remaps:
         link = by_file.get(remap.file_id)
         path = os.fsdecode(remap.path)
+        if carried(path):
+            continue
         # JSON carries no name that is not UTF-8.
         if link is not None and os.fsencode(link.lost) == remap.name and (path + link.path).isprintable():
             dev, ino = link.inode

@@ -73,7 +73,7 @@ def test_a_crash_is_never_a_zero(place: Place) -> None:
 
 
 def test_a_placeholder_is_filled_by_the_agent_once(place: Place) -> None:
-    """It names the id; the agent restores into it unasked, and a refused one starts cold and is left alone."""
+    """It names the id; the agent restores into it unasked, and a refused one starts cold."""
     node = place.node
     node.start_agent(RESTORE_PLACEHOLDERS="true")
     id_ = node.new_id()

@@ -177,6 +177,17 @@ def _facts(file: str, mount_point: str, saved: rootfs.Saved) -> DiffFacts:
     )
 
 
+def carried(dump: ContainerDump, path: str) -> bool:
+    """Whether a file made at ``path`` while the container was frozen goes along with its other files.
+
+    So do the links that CRIU makes for files that have lost their names, before it removes them again.
+    """
+    path = f"/{path.lstrip('/')}"
+    above = [place.mount_point for place in dump.plan.external if path.startswith(f"{place.mount_point}/")]
+    nearest = max(above, key=len, default="/")
+    return nearest == SHM_MOUNT or (nearest == "/" and dump.upper is not None)
+
+
 def in_diff(dump: ContainerDump, path: str) -> bool:
     """Whether a file comes with the diffs, so that the next container need not have it."""
     if path.startswith(f"{SHM_MOUNT}/"):

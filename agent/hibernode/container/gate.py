@@ -105,8 +105,9 @@ def _mounts(facts: ContainerFacts, target: Target) -> Finding:
         if place is None:
             wrong.append(f"no mount at {entry.mount_point}")
         elif place.directory != entry.directory:
-            kind = "a directory" if place.directory else "a file"
-            wrong.append(f"{entry.mount_point} is {kind}")
+            kinds = ("a file", "a directory")
+            is_now, was = kinds[place.directory], kinds[entry.directory]
+            wrong.append(f"{entry.mount_point} is {is_now} and was {was}")
     return _row(
         "restore.mounts",
         Verdict.FAIL if wrong else Verdict.OK,

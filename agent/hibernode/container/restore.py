@@ -14,13 +14,14 @@ from typing import Any, Final
 from hibernode.artifact import rootfs_apply
 from hibernode.artifact.layout import Artifact
 from hibernode.artifact.manifest import DiffFacts, Manifest
-from hibernode.container import mountplan
+from hibernode.container import leftovers, mountplan
 from hibernode.container.target import NET, Target
 from hibernode.errors import HibernodeError, IntegrityError
 from hibernode.host import procfs
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.shim_placeholder import FAILED, recognise, tell
+from hibernode.state import read_json
 
 log = logging.getLogger("hibernode.container")
 
@@ -100,17 +101,24 @@ def _opened(pid: int, mount_point: str) -> Iterator[int]:
 def undo_files(process: Process, directory: Dir, applied: Iterable[Applied]) -> list[str]:
     """Bring the container's files back to what they were; says what could not be, in sentences."""
     problems: list[str] = []
-    for entry in reversed(list(applied)):
+    entries = list(applied)
+    if entries:
+        leftovers.remove_put_roots(process.pid)
+    for entry in reversed(entries):
         try:
-            undo = os.open(entry.undo, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            undo = os.open(entry.undo, flags, dir_fd=directory.fd)
         except FileNotFoundError:
             continue  # it was not begun
+        except (OSError, ValueError) as error:  # ValueError: a NUL in a damaged note
+            problems.append(f"{entry.mount_point}: {error}")
+            continue
         try:
             with _opened(process.pid, entry.mount_point) as top:
                 rootfs_apply.undo(top, undo)
         except IntegrityError:
             continue  # it was not finished, and before that nothing was changed
-        except (OSError, HibernodeError) as error:
+        except (OSError, ValueError, HibernodeError) as error:
             problems.append(f"{entry.mount_point}: {error}")
         finally:
             os.close(undo)
@@ -152,18 +160,32 @@ def undo_noted(journal: dict[str, Any], directory: Dir) -> str:
         return ""
     try:
         process = Process.open(int(noted["pid"]))
-    except (KeyError, TypeError, ValueError, ProcessLookupError):
+    except (KeyError, TypeError, ValueError, OverflowError, ProcessLookupError):
         return "its container is gone"
     with process:
         if process.key.start_ticks != noted.get("start_ticks"):
             return "its container is gone"
+        entries = journal.get("applied")
+        if not isinstance(entries, list):  # no gate had let it pass: what runs there may be none of ours
+            say_failed(process)
+            return "its container was not touched"
+        began = _moment(journal.get("started_at"))
         with contextlib.suppress(ProcessLookupError):
-            end_half_tree(process, float(journal.get("started_at") or time.time()))
+            end_half_tree(process, began)
+        leftovers.remove_marker(process.pid, (read_json(directory, "spec.json") or {}).get("marker"), began)
         applied = [
             Applied(str(entry["undo"]), str(entry["mount_point"]))
-            for entry in journal.get("applied") or ()
+            for entry in entries
             if isinstance(entry, dict) and {"undo", "mount_point"} <= entry.keys()
         ]
         problems = undo_files(process, directory, applied)
         say_failed(process)
     return "; ".join(problems) or "its container is as it was"
+
+
+def _moment(noted: Any) -> float:
+    """Read a time of a note; now, if it is none."""
+    try:
+        return float(noted)
+    except (TypeError, ValueError, OverflowError):
+        return time.time()

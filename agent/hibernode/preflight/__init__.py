@@ -70,6 +70,12 @@ def preflight(process: Process, settings: Settings, criu: Criu | None, store: Pa
     )
 
 
+def _both(finding: Finding) -> str:
+    """Say what was found and what should have been."""
+    wanted = f" (expected: {finding.expected})" if finding.expected else ""
+    return f"{finding.check}: {finding.found}{wanted}"
+
+
 def refuse(findings: Iterable[Finding]) -> None:
     """Raise if a row fails: all that was found in the message, the first row's reason, every remedy.
 
@@ -78,7 +84,7 @@ def refuse(findings: Iterable[Finding]) -> None:
     failing = [finding for finding in findings if finding.verdict is Verdict.FAIL]
     if not failing:
         return
-    message = "; ".join(f"{finding.check}: {finding.found}" for finding in failing)
+    message = "; ".join(map(_both, failing))
     remedies = dict.fromkeys(finding.remedy for finding in failing if finding.remedy)
     raise RefusedError(
         message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " [truncated]",

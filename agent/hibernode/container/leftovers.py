@@ -1,0 +1,71 @@
+"""What a CRIU or a shim that was killed leaves among a container's files, besides the diffs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from hibernode.errors import HibernodeError
+from hibernode.host import linux
+from hibernode.host.safefs import Dir
+
+log = logging.getLogger("hibernode.container")
+
+PUT_ROOT: Final = re.compile(r"crtools-put-root\.[A-Za-z0-9]{6}", re.ASCII)
+"""criu/mount.c, cr_pivot_root: where the old root goes for an instant; made by mkdtemp(3) in the new one."""
+
+PUT_ROOT_MODE: Final = stat.S_IFDIR | 0o700
+MARKER: Final = b"restored\n"
+"""What the shim writes into a restore marker."""
+
+RESOLVE: Final = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS
+CLOCK_SLACK_SECONDS: Final = 0.05
+"""Change times come from a clock that stands still for up to one tick, 10 ms."""
+
+
+def remove_put_roots(pid: int) -> None:
+    """Remove the empty directories that a CRIU which was killed has left in the root of ``pid``."""
+    with contextlib.suppress(OSError), _directory(pid, "/") as root:
+        for name in os.listdir(root):  # noqa: PTH208 - a descriptor
+            if PUT_ROOT.fullmatch(name) is None:
+                continue
+            with contextlib.suppress(OSError):
+                if os.stat(name, dir_fd=root, follow_symlinks=False).st_mode == PUT_ROOT_MODE:
+                    os.rmdir(name, dir_fd=root)
+
+
+def remove_marker(pid: int, marker: Any, began: float) -> None:
+    """Remove the restore marker that a shim which was killed has left, as ``pid`` sees files.
+
+    ``marker`` is that of the shim's ``spec.json``. What was there before ``began``, in seconds since 1970, or
+    is not as the shim writes it, is the container's own.
+    """
+    if not isinstance(marker, dict):
+        return
+    path = PurePosixPath(str(marker.get("path", "")))
+    with contextlib.suppress(OSError, ValueError, HibernodeError), _directory(pid, str(path.parent)) as fd:
+        directory = Dir(fd, Path(path.parent))
+        found = directory.read(path.name, len(MARKER))
+        if found.data == MARKER and found.stat.st_ctime >= began - CLOCK_SLACK_SECONDS:
+            directory.unlink(path.name)
+            log.debug("pid %d: the restore marker %s is removed", pid, path)
+
+
+@contextlib.contextmanager
+def _directory(pid: int, path: str) -> Iterator[int]:
+    """Open a directory as ``pid`` sees it; no link leads out of its root."""
+    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = linux.openat2(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, resolve=RESOLVE)
+    finally:
+        os.close(root)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
