@@ -75,7 +75,8 @@ done
 {criu} "${{args[@]}}" &
 victim=$!
 until grep -q '{needle}' "$work/$log" 2>/dev/null; do kill -0 $victim 2>/dev/null || break; done
-{sys.executable} -c '{KILL}' $victim $tree && touch {once}
+if [ {operation} = restore ]; then kill -9 $victim && touch {once}
+else kill -STOP $victim; {sys.executable} -c '{KILL}' $victim $tree && touch {once}; fi
 wait $victim
 exit $?
 """
