@@ -212,8 +212,10 @@ class Agent:
                     if not self.queue.has("checkpoint", request.id) and not self.signals.answered(request):
                         await self.requests.take_own(request)
                 period = self.settings.signals.poll_seconds if claims else discover
+                # Not wait_for: before Python 3.12 it swallows a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), period)
+                    async with asyncio.timeout(period):
+                        await changed.wait()
 
     async def _watch_restored(self) -> None:
         while True:
