@@ -36,7 +36,7 @@ from hibernode.container.target import Target
 from hibernode.criu import diagnose, options
 from hibernode.criu.images import page_files
 from hibernode.criu.runner import JOB_ENV, Criu, clean_env, find_criu
-from hibernode.discovery.containers import find, hold
+from hibernode.discovery.containers import Container, find, hold
 from hibernode.discovery.locate import others_with_marker
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import (
@@ -97,33 +97,15 @@ class Restorer:
     async def run(self, request: RestoreRequest) -> RestoreOutcome:
         """Make one restore and answer for it. Raises nothing but cancellation, which undoes it."""
         started = time.perf_counter()
-        work: _Work | None = None
-        try:
-            with self.store.lock(request.id):
-                work = self._begin(request)
-                outcome = await self._steps(work)
-        except BusyError as error:
-            return restore_failed(request, error, answered=False)
-        except asyncio.CancelledError:
-            if work is not None and work.process is not None:
-                await uncut(asyncio.to_thread(self._give_back, work, work.process))
-            raise
-        except Exception as error:
-            if not isinstance(error, (HibernodeError, OSError)):
-                log.exception("%s: unexpected failure", request.id)
-            outcome = restore_failed(
-                request,
-                as_ours(error),
-                directory=str(work.directory.path) if work else "",
-                step=str(work.journal.step or "") if work else "",
-            )
+        work, outcome = await self._try(request)
         if work is not None and not outcome.success:
             outcome = await self._undo(work, outcome)
         phases = dict(work.journal.phases) if work is not None else {}
         outcome = dataclasses.replace(outcome, seconds=time.perf_counter() - started, phases=phases)
         if work is None:
-            return self.announce(request, outcome)
+            return self.announce(request, outcome) if outcome.answered else outcome
         with work.directory, contextlib.ExitStack() as held:
+            held.push(work.held)
             if work.process is not None:
                 held.enter_context(work.process)
             work.journal.note(error="" if outcome.success else sentence(outcome))
@@ -134,6 +116,27 @@ class Restorer:
                 with contextlib.suppress(OSError):
                     await work.journal.begin(Step.DONE)
         return outcome
+
+    async def _try(self, request: RestoreRequest) -> tuple[_Work | None, RestoreOutcome]:
+        """Run the steps; whatever ends them becomes an outcome, but for a cancellation."""
+        work: _Work | None = None
+        try:
+            with self.store.lock(request.id):
+                work = self._begin(request)
+                return work, await self._steps(work)
+        except BusyError as error:
+            return work, restore_failed(request, error, answered=False)
+        except asyncio.CancelledError:
+            if work is not None and work.process is not None:
+                with work.held:
+                    await uncut(asyncio.to_thread(self._give_back, work, work.process))
+            raise
+        except Exception as error:
+            if not isinstance(error, (HibernodeError, OSError)):
+                log.exception("%s: unexpected failure", request.id)
+            directory = str(work.directory.path) if work else ""
+            step = str(work.journal.step or "") if work else ""
+            return work, restore_failed(request, as_ours(error), directory=directory, step=step)
 
     def _begin(self, request: RestoreRequest) -> _Work:
         restored.forget_old(self.state)
@@ -148,12 +151,15 @@ class Restorer:
         await self._step(work, Step.VERIFY)
         with journal.timed("verify"):
             artifact = self.store.get(request.id, request.version or None)
+            container = await asyncio.to_thread(self._hold, work)
             await self._verify(artifact, digests=request.digests or self.settings.restore.verify == "digests")
             may_ask(request, artifact.manifest)
         await self._step(work, Step.COMPATIBILITY)
         with journal.timed("compatibility"):
             criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
-            target = await asyncio.to_thread(self._target, work)
+            target: Target | None = None
+            if container is not None and work.process is not None:
+                target = await asyncio.to_thread(targets.look, container, work.process)
             refuse(await self._settled_findings(artifact.manifest, criu, request, target))
         await self._step(work, Step.PREPARE)
         with journal.timed("prepare"):
@@ -200,14 +206,20 @@ class Restorer:
             directory=str(work.directory.path),
         )
 
-    def _target(self, work: _Work) -> Target | None:
-        """Find and hold the container that is asked for."""
+    def _hold(self, work: _Work) -> Container | None:
+        """Find and hold the container that is asked for; from here on it is told of a refusal."""
         if not work.request.into:
             return None
         container = find(work.request.into).container
-        work.process = hold(container)
-        work.journal.note(target={"pid": work.process.pid, "start_ticks": work.process.key.start_ticks})
-        return targets.look(container, work.process)
+        process = hold(container)
+        try:
+            work.held.enter_context(self.state.claim(process.pid))
+        except BusyError:
+            process.close()
+            raise
+        work.process = process
+        work.journal.note(target={"pid": process.pid, "start_ticks": process.key.start_ticks})
+        return container
 
     async def _fill(self, work: _Work, artifact: Artifact, target: Target) -> None:
         """Bring the worker's files into the container; from here on there is something to undo."""
@@ -432,6 +444,7 @@ class _Work:
     journal: Journal
     process: Process | None = None
     applied: list[Applied] = field(default_factory=list)
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 def _marker_row(manifest: Manifest, id_: CheckpointId) -> list[Finding]:

@@ -116,8 +116,10 @@ def _read(name: str, directory: Dir) -> Restored:
 
 
 def _target(journal: dict[str, Any]) -> ProcessKey | None:
-    noted = journal.get("target")
-    return ProcessKey(int(noted["pid"]), int(noted["start_ticks"])) if isinstance(noted, dict) else None
+    try:
+        return ProcessKey(int(journal["target"]["pid"]), int(journal["target"]["start_ticks"]))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def targets(state: StateDir) -> set[ProcessKey]:

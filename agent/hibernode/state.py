@@ -7,14 +7,19 @@ treated as absent and said in the log, for a damaged note must not stop the work
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
+import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from hibernode.errors import RefusedError
+from hibernode.errors import BusyError, RefusedError
 from hibernode.host.safefs import Dir
 from hibernode.workload import CheckpointId
 
@@ -54,6 +59,7 @@ def write_json(directory: Dir, name: str, data: dict[str, Any], *, sync: bool = 
     directory.write_atomic(name, text.encode(), 0o600, sync=sync)
 
 
+CLAIMS: Final = "claims.lock"
 TRIES: Final = "tries.json"
 MAX_TRIES: Final = 1000
 """Containers and pods that a restore was tried into; a node runs some hundred pods."""
@@ -123,6 +129,31 @@ class StateDir:
         had = read_json(self.attempts_dir, f"{name}.json") is not None
         self.attempts_dir.unlink(f"{name}.json", missing_ok=True)
         return had
+
+    @contextmanager
+    def claim(self, pid: int) -> Iterator[None]:
+        """Have a container, by its init's pid, for one restore alone, also of several ids.
+
+        One file with a byte a pid: a lock on it belongs to the open file and ends with it.
+
+        :raises BusyError: another restore has it.
+        """
+        fd = os.open(
+            CLAIMS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.root.fd
+        )
+        try:
+            # struct flock of asm-generic/fcntl.h for 64 bit.
+            lock = struct.pack("hh4xqqi4x", fcntl.F_WRLCK, os.SEEK_SET, pid, 1, 0)
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
+            except BlockingIOError:
+                raise BusyError(
+                    f"another restore into the container of pid {pid} is under way",
+                    remedy="wait for it, or name another container",
+                ) from None
+            yield
+        finally:
+            os.close(fd)
 
     def first_try(self, *names: str) -> bool:
         """Note a try under all of ``names``; False if there was one under any of them before."""

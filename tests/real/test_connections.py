@@ -48,10 +48,23 @@ class Pair:
         until("data on the connection", lambda: int(self.out.read_text()) > before + 1000)
 
     def end(self) -> None:
-        """End both processes."""
+        """End both processes, and wait for what the kernel still says on their connection."""
+        links = [os.readlink(fd) for fd in Path(f"/proc/{self.pid}/fd").iterdir()]
+        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+        ports = {line[1] for line in _tcp() if line[9] in inodes}
         os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
         until("end of both", lambda: not _group(self.pid))
+        ends = lambda: [line for line in _tcp() if ports & {line[1], line[2]} and line[3] != TIME_WAIT]  # noqa: E731
+        until("end of the connection", lambda: not ends())
+
+
+TIME_WAIT = "06"
+
+
+def _tcp() -> list[list[str]]:
+    """List the TCP sockets: slot, local and remote address, state, ..., inode as the tenth field."""
+    return [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
 
 
 def _group(pgid: int) -> bool:

@@ -20,7 +20,7 @@ import pytest
 
 from hibernode.config import SignalSettings
 from hibernode.discovery.signals import SignalDir
-from hibernode.discovery.watch import MAX_NAMES, DirectoryWatcher, Mode
+from hibernode.discovery.watch import MAX_NAMES, DirectoryWatcher, Inotify, Mode
 
 GENEROUS_SECONDS = 30.0
 
@@ -52,10 +52,15 @@ async def until(test: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
+def watch_threads() -> int:
+    """Count the threads of watches: other tests of this process may have some of other kinds."""
+    return sum(isinstance(thread, Inotify) for thread in threading.enumerate())
+
+
 @asynccontextmanager
 async def watching(path: Path, **settings: object) -> AsyncIterator[tuple[DirectoryWatcher, Seen]]:
     """Watch ``path`` with short periods; nothing is left afterwards."""
-    threads = threading.active_count()
+    threads = watch_threads()
     values = {"path": path, "rescan_seconds": 3600.0, "poll_seconds": 0.02, **settings}
     seen = Seen(path)
     watcher = DirectoryWatcher(path, SignalSettings.model_validate(values), seen)
@@ -64,7 +69,7 @@ async def watching(path: Path, **settings: object) -> AsyncIterator[tuple[Direct
         yield watcher, seen
     finally:
         await watcher.stop()
-        await until(lambda: threading.active_count() <= threads + 1)  # to_thread keeps one of its own
+        await until(lambda: watch_threads() <= threads)
 
 
 async def test_each_file_is_seen_by_its_own_event(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str, str, str]] = [
     ("our placeholder waits", {}, {}, "placeholder", "ok", "only waits", "(hibernode-ph)"),
     *(
         (f"{comm} waits", {}, {"ours": False, "comm": comm}, "placeholder", "ok", "sleep", f"({comm})")
-        for comm in ("sleep", "pause", "tail", "tini", "dumb-init", "catatonit")
+        for comm in ("sleep", "pause", "tail", "catatonit")
     ),
     *(
         (f"{comm} does more", {}, {"ours": False, "comm": comm}, "placeholder", "fail", "waits", f"({comm})")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hibernode.errors import BusyError
 from hibernode.state import MAX_LOG_BYTES, MAX_NOTE_BYTES, StateDir, read_json, write_json
 from tests.unit.artifact_kit import ID, OTHER
 
@@ -209,3 +210,31 @@ def test_a_newer_log_replaces_the_older(state: StateDir) -> None:
     state.keep_log(ID, "restore", b"other")
     assert state.keep_log(ID, "dump", b"new").read_bytes() == b"new"
     assert len(state.logs_dir.names()) == 2
+
+
+def test_a_container_is_claimed_once(tmp_path):
+    """By its init's pid, whichever id is restored; another container is free, and so is it afterwards."""
+    one, two = StateDir.open(tmp_path), StateDir.open(tmp_path)
+    with one.claim(4242):
+        with pytest.raises(BusyError, match="4242"), two.claim(4242):
+            pass
+        with pytest.raises(BusyError), one.claim(4242):
+            pass
+        with two.claim(4243), one.claim(1):
+            pass
+    with two.claim(4242):
+        pass
+    one.close()
+    two.close()
+
+
+def test_a_container_or_its_pod_is_tried_once(tmp_path):
+    """A new container of the same pod is no new try; old notes go when there are too many."""
+    state = StateDir.open(tmp_path)
+    assert state.first_try("container a", "pod x") is True
+    assert state.first_try("container b", "pod x") is False
+    assert state.first_try("container c") is True
+    for number in range(1100):
+        state.first_try(f"container {number}")
+    assert len(json.loads((tmp_path / "tries.json").read_text())) <= 1002
+    state.close()

@@ -11,7 +11,7 @@ from hibernode.workload import Finding, Verdict
 
 SHOWN: Final = 8
 
-WAITING: Final = frozenset({"sleep", "pause", "tail", "tini", "dumb-init", "catatonit"})
+WAITING: Final = frozenset({"sleep", "pause", "tail", "catatonit"})
 """Programs that do nothing for the container but wait: a worker may take its place beside them."""
 
 CRIU_BYTES: Final = 4 << 20

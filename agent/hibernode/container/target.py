@@ -178,5 +178,10 @@ def external(manifest: Manifest, directory: Path) -> tuple[str, ...]:
 
 def lower_layers(root: mounts.Mount) -> tuple[str, ...]:
     """List an overlay's lower layers as it was mounted; none where mountinfo does not say."""
-    lower = root.super_option("lowerdir") if root.fs_type == "overlay" else ""
-    return tuple(lower.split(":")) if lower else ()
+    if root.fs_type != "overlay":
+        return ()
+    # The newer way to mount gives each layer an option of its own.
+    words = (option.partition("=") for option in root.super_options.split(","))
+    one_by_one = tuple(value for name, _, value in words if name in ("lowerdir+", "datadir+"))
+    lower = root.super_option("lowerdir")
+    return one_by_one or (tuple(lower.split(":")) if lower else ())

@@ -72,13 +72,14 @@ class FrozenHook:
             self._task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        code = 0
+        code = FAILED
         try:
             await self._work()
+            code = 0
         except Exception as error:  # noqa: BLE001 - it is raised by whoever runs CRIU
             self.error = error
-            code = FAILED
-        os.write(self._answer, b"%d\n" % code)
+        finally:
+            os.write(self._answer, b"%d\n" % code)
 
 
 def _program(text: bytes) -> int:
