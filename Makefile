@@ -16,7 +16,7 @@ demo: setup ## Freeze a warm worker and bring it back to life
 	@$(BIN)/python scripts/demo.py $(ARGS)
 
 test: setup ## Run the tests (ARGS="-k word" to choose)
-	@$(BIN)/python -m pytest -n 4 -m "not cluster and not bench" $(ARGS)
+	@$(BIN)/python -m pytest -n 3 -m "not cluster and not bench" $(ARGS)
 
 lint: setup ## Check style, types and import contracts
 	@$(BIN)/ruff check .
