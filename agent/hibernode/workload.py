@@ -42,7 +42,11 @@ class CheckpointId(str):
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """The names of one era of the contract (the era table: one place for each constant)."""
+    """The names of one era of the contract (the era table: one place for each constant).
+
+    ``later_*``: what the eras after it call the worker's own ready file, or the directory that it is in; a
+    worker that is told of both may follow either.
+    """
 
     name: str
     env_hash: str
@@ -58,6 +62,9 @@ class Era:
     restore_suffix: str = ".restore"
     restored_suffix: str = ".restored"
     done_in_artifact: str = "checkpoint.done"
+    later_env_ready_file: str = "DYN_READY_FOR_CHECKPOINT_FILE"
+    later_env_control_dir: str = "DYN_SNAPSHOT_CONTROL_DIR"
+    later_ready_name: str = "ready-for-checkpoint"
 
 
 ERA_A1: Final = Era(

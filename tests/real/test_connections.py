@@ -55,8 +55,7 @@ class Pair:
         os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
         until("end of both", lambda: not _group(self.pid))
-        ends = lambda: [line for line in _tcp() if ports & {line[1], line[2]} and line[3] != TIME_WAIT]  # noqa: E731
-        until("end of the connection", lambda: not ends())
+        until("end of the connection", lambda: not _ends(ports))
 
 
 TIME_WAIT = "06"
@@ -65,6 +64,11 @@ TIME_WAIT = "06"
 def _tcp() -> list[list[str]]:
     """List the TCP sockets: slot, local and remote address, state, ..., inode as the tenth field."""
     return [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+
+
+def _ends(addresses: set[str]) -> list[list[str]]:
+    """List what there is of connections, but for their memory of themselves."""
+    return [line for line in _tcp() if addresses & {line[1], line[2]} and line[3] != TIME_WAIT]
 
 
 def _group(pgid: int) -> bool:

@@ -357,3 +357,19 @@ def test_a_ready_file_of_an_earlier_worker_is_none(
         bad = Claim(claim.key, "../../etc/x", claim.contract)
         assert own_ready_files([bad]) == []
     assert own_ready_files([claim]) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "ready_file"),
+    [
+        ({}, "/tmp/checkpoint-ready"),
+        ({"DYN_CHECKPOINT_READY_FILE": "/a"}, "/a"),
+        ({"DYN_READY_FOR_CHECKPOINT_FILE": "/b"}, "/b"),
+        ({"DYN_SNAPSHOT_CONTROL_DIR": "/snapshot-control/"}, "/snapshot-control/ready-for-checkpoint"),
+        ({"DYN_CHECKPOINT_READY_FILE": "/a", "DYN_READY_FOR_CHECKPOINT_FILE": "/b"}, "/a"),
+        ({"DYN_CHECKPOINT_READY_FILE": "", "DYN_READY_FOR_CHECKPOINT_FILE": "/b"}, "/b"),
+    ],
+)
+def test_the_ready_file_has_the_name_that_its_era_gives_it(environ, ready_file):
+    """The era's own name first, then those of later eras, then the era's default path."""
+    assert contract_of({"DYN_CHECKPOINT_HASH": "x", **environ}, ERA_A1).ready_file == ready_file

@@ -53,9 +53,17 @@ def contract_of(environ: Mapping[str, str], era: Era) -> Contract:
     return Contract(
         era=era.name,
         signal_file=environ.get(era.env_signal_file, ""),
-        ready_file=environ.get(era.env_ready_file, "") or era.ready_file,
+        ready_file=environ.get(era.env_ready_file, "")
+        or environ.get(era.later_env_ready_file, "")
+        or _in_control_dir(environ, era)
+        or era.ready_file,
         restore_marker=environ.get(era.env_restore_marker, "") or era.restore_marker,
     )
+
+
+def _in_control_dir(environ: Mapping[str, str], era: Era) -> str:
+    directory = environ.get(era.later_env_control_dir, "")
+    return f"{directory.rstrip('/')}/{era.later_ready_name}" if directory else ""
 
 
 class ClaimIndex:
