@@ -463,7 +463,7 @@ def _captured(work: Work) -> Outcome:
         id_,
         success=True,
         reason="Captured",
-        message=f"{id_} captured",
+        message=f"{id_} captured" + (containers.not_carried(work.dump) if work.dump is not None else ""),
         path=str(work.final_path),
         bytes=work.manifest.total_bytes,
     )

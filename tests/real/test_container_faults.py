@@ -653,10 +653,10 @@ def test_a_worker_that_ends_in_its_dump(place: Place) -> None:
 def test_the_agent_is_killed_in_a_dump(place: Place, step: str) -> None:
     """The worker runs on; the next agent finishes the dump or takes it up again."""
     node = place.node
-    agent = node.start_agent(wait=False, FAULT=f"kill@checkpoint.{step}")
-    until("signal directory", node.signals.is_dir)
     id_ = node.new_id()
     box = place.start(id_)
+    box.counts_on()  # an agent that finds it when it starts need not look again
+    agent = node.start_agent(wait=False, FAULT=f"kill@checkpoint.{step}")
     assert agent.wait(timeout=60) == -signal.SIGKILL
     until("worker that was let go", lambda: set(freezer_states(box)) <= {"THAWED", "0"})
     until("worker that runs", lambda: state_letter(box.pid) in "SR")
@@ -674,9 +674,10 @@ def test_the_agent_is_killed_with_the_container_frozen(place: Place, moment: str
     """CRIU is stuck and holds it; the next agent ends CRIU, lets the worker go and dumps it."""
     node = place.node
     fake = stopped_dump(node, DUMP_MOMENTS[moment])
-    agent = node.start_agent()
     id_ = node.new_id()
     box = place.start(id_)
+    box.counts_on()
+    agent = node.start_agent()
     victim = int(until("stopped criu", lambda: text_of(node.base / "victim")))
     until("stopped criu", lambda: state_letter(victim) == "T")
     assert "TracerPid:\t0" not in Path(f"/proc/{box.pid}/status").read_text()
@@ -698,12 +699,13 @@ def test_two_agents_share_a_store(place: Place, tmp_path: Path) -> None:
     other = Node(tmp_path)
     other.store = node.store
     try:
-        node.start_agent()
-        other.start_agent()
         id_ = node.new_id()
         box = place.start(id_)
+        box.counts_on()
+        agents = [here.start_agent(wait=False) for here in (node, other)]
         assert node.done(id_)["success"] is True, (node.tail(), other.tail())
         assert box.wait() == 0
+        assert [agent.poll() for agent in agents] == [None, None]
         events = [agent.run("events").stdout for agent in (node, other)]
         assert sum(text.count("CheckpointSucceeded") for text in events) >= 1
     finally:

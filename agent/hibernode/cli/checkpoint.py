@@ -175,6 +175,7 @@ def _run(
         "seconds": outcome.seconds,
         "reused": outcome.reused,
         "phases": outcome.phases,
+        "message": outcome.message,
     }
 
     def render() -> str:
@@ -183,7 +184,7 @@ def _run(
         phases = ", ".join(f"{name} {human_seconds(value)}" for name, value in outcome.phases.items())
         return (
             f"{outcome.id}: {human_bytes(outcome.bytes)} in {human_seconds(outcome.seconds)} ({phases})\n"
-            f"{outcome.path}"
+            f"{outcome.path}\n{outcome.message}"
         )
 
     emit("Checkpoint", data, output, render)

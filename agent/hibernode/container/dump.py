@@ -177,6 +177,13 @@ def _facts(file: str, mount_point: str, saved: rootfs.Saved) -> DiffFacts:
     )
 
 
+def not_carried(dump: ContainerDump) -> str:
+    """Say why the changed files of the rootfs do not go along, if they do not."""
+    if dump.root.upper is None:
+        return f"; its root is no overlay but {dump.root.fs_type}, so that changes of its files are not saved"
+    return ""
+
+
 def carried(dump: ContainerDump, path: str) -> bool:
     """Whether a file made at ``path`` while the container was frozen goes along with its other files.
 
