@@ -313,7 +313,7 @@ def test_shared_memory_that_became_a_link_is_refused(tmp_path: Path, staging: St
 
 
 def test_a_root_that_is_no_overlay_is_said() -> None:
-    """Nothing tells what was changed in it; of an overlay, and of a read-only one, there is nothing to say."""
+    """Nothing tells what was changed in it; of an overlay, also a read-only one, there is nothing to say."""
     plain = Root("ext4", None, index=False, read_only=False, mount_points=())
     assert "no overlay but ext4" in dumps.not_carried(made(root=plain))
     assert dumps.not_carried(made()) == dumps.not_carried(made(read_only=True)) == ""
