@@ -192,6 +192,24 @@ def test_the_limits_of_the_placeholder_hold_the_worker(place: Place) -> None:
     )
 
 
+def test_memory_that_forked_processes_share_fits_where_it_did(place: Place) -> None:
+    """It is in the image once for each process, more than the limit; shared again it needs no more room."""
+    limit = 128 * MIB
+    id_ = place.node.new_id()
+    box = place.start(id_, "--tree", "--mib", "40", memory=limit)
+    box.counts_on()
+    place.freeze(box)
+    images_dir = place.node.store / id_ / "images"
+    assert sum(path.stat().st_size for path in images_dir.glob("pages-*")) > limit
+    waiting = place.placeholder(id_, memory=limit)
+    place.thaw(id_, waiting)
+    waiting.counts_on()
+    used = cgroup_file(waiting, "memory.usage_in_bytes", "memory.current")
+    assert int(used.read_text()) < 80 * MIB
+    lower = place.placeholder(id_, memory=limit - MIB)
+    refused(place.node.run("restore", id_, "--into", lower.id, check=4), "restore.memory_limit")
+
+
 def cgroup_file(box: Box, *names: str) -> Path:
     """Find a file of a container's own cgroups, by the name it has in either version."""
     return next(path / name for path in box.cgroup_dirs() for name in names if (path / name).exists())

@@ -295,7 +295,7 @@ def test_half_a_tree_is_ended_and_nothing_else(tmp_path: Path) -> None:
     """What was there before the restore stays, as does the init; what came since goes."""
     for name in ("root", "restore"):
         (tmp_path / name).mkdir()
-    setup = "for n in 1000 2000; do /bin/busybox sleep $n </dev/null >/dev/null 2>&1 & done"
+    setup = "for n in 1000 2000; do /bin/busybox sleep $n <&- >&- 2>&- & done"
     with box(tmp_path / "root", setup) as pid:
         # The shell's copies are there first, with the shell's own command line.
         deadline = time.monotonic() + 30

@@ -155,20 +155,34 @@ def _layers(layers: tuple[str, ...]) -> str:
 
 
 def _memory(manifest: Manifest, facts: ContainerFacts, target: Target) -> Finding:
-    pages = sum(entry.size for entry in manifest.files if entry.path.startswith("images/pages-"))
-    need = pages + CRIU_BYTES + (len(manifest.tree) - 1) * TASK_BYTES
+    pages = [entry.size for entry in manifest.files if entry.path.startswith("images/pages-")]
+    beyond = CRIU_BYTES + (len(manifest.tree) - 1) * TASK_BYTES
+    need = sum(pages) + beyond
     if target.memory_limit is None:
         return _row("restore.memory_limit", Verdict.OK, f"{need} bytes", "no limit")
     found = f"a limit of {target.memory_limit} bytes, {target.memory_free} of them free"
-    if target.memory_free is not None and target.memory_free < need:
+    free = need if target.memory_free is None else target.memory_free
+    less = not facts.memory_limit or target.memory_limit < facts.memory_limit
+    # What processes share since a fork is in the image once for each of them. Nobody knows how much that is,
+    # but under this limit it had room.
+    least = need if less or len(manifest.tree) == 1 else max(pages, default=0) + beyond
+    if free < least:
+        shared = f", or {least} if its processes share nearly all" if least < need else ""
         return _row(
             "restore.memory_limit",
             Verdict.FAIL,
-            f"{need} bytes for the worker's memory",
+            f"{need} bytes for the worker's memory{shared}",
             found,
             "raise the container's memory limit, at least to that of the source",
         )
-    less = not facts.memory_limit or target.memory_limit < facts.memory_limit
+    if free < need:
+        return _row(
+            "restore.memory_limit",
+            Verdict.WARN,
+            f"{need} bytes, less what the worker's processes share",
+            found,
+            "the limit is that of the source; if less is free than was there, the restore will fail",
+        )
     return _row(
         "restore.memory_limit",
         Verdict.WARN if less else Verdict.OK,
