@@ -40,6 +40,12 @@ while True:
     signal.pause()
 """
 
+SLEEPS = (
+    "/bin/busybox sleep {} <&- >&- 2>&- & "
+    'until read -r name <proc/$!/comm && [ "$name" = busybox ]; do :; done'
+)
+"""A script's words that start a process beside the init; it is what it will be before the root changes."""
+
 KINDS = linux.CLONE_NEWNS | linux.CLONE_NEWPID
 
 

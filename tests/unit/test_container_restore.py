@@ -29,7 +29,7 @@ from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from tests.unit import rootfs_kit as kit
 from tests.unit.artifact_kit import FILES, manifest
-from tests.unit.box_kit import box
+from tests.unit.box_kit import SLEEPS, box
 
 NOBODY_PID = 1 << 22
 
@@ -373,7 +373,7 @@ def test_a_damaged_note_does_not_stop_a_new_agent(place: Place, changes: dict[st
 
 def test_only_what_came_with_the_restore_is_ended(tmp_path: Path) -> None:
     """The container's init stays, and so does what is older than the restore."""
-    setup = "/bin/busybox sleep 1000 <&- >&- 2>&- &"
+    setup = SLEEPS.format(1000)
     with box(tmp_path, setup) as pid, Process.open(pid) as process:
         (other,) = [stat for stat in procfs.tree(pid) if stat.pid != pid]
         began = procfs.start_time(other.start_ticks)
@@ -387,7 +387,7 @@ def test_only_what_came_with_the_restore_is_ended(tmp_path: Path) -> None:
 def test_a_container_that_no_gate_has_seen_is_left_alone(tmp_path: Path) -> None:
     """The agent died before it knew that the container only waits: what runs there is none of ours."""
     (tmp_path / "root").mkdir()
-    setup = "/bin/busybox sleep 1000 <&- >&- 2>&- &"
+    setup = SLEEPS.format(1000)
     with (
         box(tmp_path / "root", setup) as pid,
         Process.open(pid) as process,
