@@ -261,6 +261,7 @@ class Checkpointer:
                     before_kill=partial(netlock.hold, work.request.process.pid) if established else None,
                     safe=partial(moment.is_safe, work.request.process.pid),
                     grace=TERM_SECONDS,
+                    tree=work.request.process.fileno(),
                 )
             except asyncio.CancelledError:
                 self._keep_log(work, self._dump_log(work))

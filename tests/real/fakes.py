@@ -11,7 +11,7 @@ from hibernode.criu.runner import find_criu
 from tests.real.node import Node
 
 _SCRIPT = """#!/bin/bash
-real() {{ {criu} "$@"; }}
+real() {{ exec {criu} "$@"; }}
 if [ "$1" != dump ] || [ -e {off} ]; then exec {criu} "$@"; fi
 args=("$@")
 while [ $# -gt 0 ]; do

@@ -693,25 +693,39 @@ def test_the_agent_is_killed_with_the_container_frozen(place: Place, moment: str
 # two agents -----------------------------------------------------------------------------------------------
 
 
-def test_two_agents_share_a_store(place: Place, tmp_path: Path) -> None:
-    """Both see the worker's ready file: it is dumped once, and the artifact is whole."""
-    node = place.node
-    other = Node(tmp_path)
+@pytest.mark.parametrize("same_worker", [True, False], ids=["one worker", "two workers of one id"])
+def test_two_agents_share_a_store(place: Place, tmp_path: Path, *, same_worker: bool) -> None:
+    """While the first dumps the other says that it waits; the id is dumped once, and all are answered."""
+    node, other = place.node, Node(tmp_path)
     other.store = node.store
-    try:
-        id_ = node.new_id()
-        box = place.start(id_)
+    other.signals = node.signals if same_worker else tmp_path / "signals"
+    fake = FakeCriu(node, f'until [ -e {node.base}/go ]; do sleep 0.01; done; real "$@"; exit $?')
+    other.config["CRIU_BINARY"] = str(fake.path)
+    places = [place, Place(other, place.runtime, place.image, place.worker)]
+    id_ = node.new_id()
+    boxes = [here.start(id_) for here in places[: 1 if same_worker else 2]]
+    for box in boxes:
         box.counts_on()
+    try:
         agents = [here.start_agent(wait=False) for here in (node, other)]
-        assert node.done(id_)["success"] is True, (node.tail(), other.tail())
-        assert box.wait() == 0
+        until("dump", fake.began)
+        until(
+            "one that waits", lambda: any(f"{id_}" in text and "Busy" in text for text in said(node, other))
+        )
+        (node.base / "go").touch()
+        for here in (node, other):
+            assert here.done(id_)["success"] is True, said(node, other)
+        assert [box.wait() for box in boxes] == [0] * len(boxes)
         assert [agent.poll() for agent in agents] == [None, None]
-        events = [agent.run("events").stdout for agent in (node, other)]
-        assert sum(text.count("CheckpointSucceeded") for text in events) >= 1
     finally:
         other.close()
     assert node.final_name(id_) == "whole"
     assert not (node.store / ".previous" / id_).exists()
+
+
+def said(*nodes: Node) -> list[str]:
+    """Read the logs of the nodes' agents."""
+    return [text_of(node.log) for node in nodes]
 
 
 def test_two_dumps_of_one_id_at_one_time(place: Place) -> None:

@@ -568,3 +568,20 @@ async def test_what_run_criu_starts_is_found_by_its_marker(tmp_path):
     await started.wait()
     assert await asyncio.to_thread(kill_leftovers, "job-9") == [started.pid]
     assert (await task).returncode == -signal.SIGKILL
+
+
+async def test_a_criu_whose_tree_has_ended_is_killed(tmp_path, monkeypatch):
+    """It may wait for a word of the dead for ever; the deadline of the whole dump is an hour."""
+    monkeypatch.setattr("hibernode.criu.runner.GRACE_SECONDS", 0.05)
+    with subprocess.Popen(["sleep", "1000"]) as tree:
+        pidfd = os.pidfd_open(tree.pid)
+        try:
+            criu = Criu(("/bin/sh", "-c", "exec sleep 1000"), "4.2.1", "/bin/sh")
+            work = run_criu(criu, [], work_dir=tmp_path, deadline=30, marker="m", tree=pidfd)
+            running = asyncio.ensure_future(work)
+            await asyncio.sleep(0)
+            tree.kill()
+            result = await running
+            assert (result.returncode, result.timed_out) == (-signal.SIGKILL, False)
+        finally:
+            os.close(pidfd)

@@ -79,6 +79,7 @@ async def run_criu(
     before_kill: Callable[[], None] | None = None,
     safe: Callable[[], bool] | None = None,
     grace: float = GRACE_SECONDS,
+    tree: int | None = None,
 ) -> CriuResult:
     """Run CRIU to its end, or until ``deadline`` seconds have passed.
 
@@ -86,7 +87,8 @@ async def run_criu(
     ``marker``. At the deadline, or when this call is cancelled, its process group gets SIGTERM and ``grace``
     seconds later SIGKILL; in every case it is reaped before this returns or raises. ``on_start`` is told
     the pid; ``before_kill`` is called before the first of these signals, and before that ``safe`` is asked,
-    in a thread and with the group stopped, until this is a moment to kill, or ``grace`` is over.
+    in a thread and with the group stopped, until this is a moment to kill, or ``grace`` is over. ``tree`` is
+    a pidfd of what is dumped: when that ends, CRIU may wait for its word for ever, so it is killed then.
 
     :raises CriuError: it could not be started.
     """
@@ -107,6 +109,8 @@ async def run_criu(
     try:
         if on_start is not None:
             on_start(child.pid)
+        if tree is not None:
+            child.follow(tree)
         timed_out = not await child.ends_within(deadline)
     finally:
         code = await child.end()
@@ -139,6 +143,7 @@ class _Child:
         self._safe = safe
         self._loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
+        self._followed = -1
         self._tail = bytearray()
         self._pipe, writer = os.pipe()
         os.set_blocking(self._pipe, False)
@@ -169,6 +174,25 @@ class _Child:
             raise
         self._loop.add_reader(self._pidfd, self._on_exit)
         self._loop.add_reader(self._pipe, self._on_output)
+
+    def follow(self, pidfd: int) -> None:
+        """Kill it some time after another process has ended, if it has not done so itself."""
+        self._followed = os.dup(pidfd)
+        self._loop.add_reader(self._followed, self._on_gone)
+
+    def _on_gone(self) -> None:
+        self._unfollow()
+        self._loop.call_later(GRACE_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._exited.is_set():
+            self._signal(signal.SIGKILL)
+
+    def _unfollow(self) -> None:
+        if self._followed >= 0:
+            self._loop.remove_reader(self._followed)
+            os.close(self._followed)
+            self._followed = -1
 
     def output(self) -> str:
         return self._tail.decode(errors="replace")
@@ -260,6 +284,7 @@ class _Child:
         return True
 
     def _close(self) -> None:
+        self._unfollow()
         for _ in range(DRAIN_READS):
             if not self._on_output():
                 break
