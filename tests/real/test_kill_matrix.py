@@ -88,7 +88,7 @@ exit $?
 def settled(worker: Worker) -> bool:
     """Whether the worker runs, is not stopped and is not traced."""
     status = Path(f"/proc/{worker.pid}/status").read_text()
-    return "TracerPid:\t0" in status and state_letter(worker.pid) in "SR"
+    return "TracerPid:\t0" in status and state_letter(worker.pid) in "SRD"
 
 
 def dumped_in_the_end(node: Node, worker: Worker) -> None:
