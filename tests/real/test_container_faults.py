@@ -543,7 +543,7 @@ def runs_on(node: Node, box: Box) -> None:
     assert set(freezer_states(box)) <= {"THAWED", "0"}
     for pid in [box.pid, *descendants(box.pid)]:
         assert "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text()
-        assert state_letter(pid) in "SR"
+        assert state_letter(pid) in "SRD"
     box.counts_on()
     assert box.alive()
     until("end of all helpers", lambda: not helpers(node))
