@@ -126,14 +126,15 @@ def strictly(rows: Iterable[Finding]) -> list[Finding]:
     ]
 
 
-def _row(check: str, verdict: Verdict, expected: str, found: str, remedy: str = "") -> Finding:
+def row(check: str, verdict: Verdict, expected: str, found: str, remedy: str = "") -> Finding:
+    """Make a row of the gate; one that fails has its reason, one that is ok no remedy."""
     reason = "RestoreIncompatible" if verdict is Verdict.FAIL else ""
     return Finding(check, verdict, expected, found, "" if verdict is Verdict.OK else remedy, reason)
 
 
 def _machine(manifest: Manifest, host: HostFacts) -> Finding:
     same = manifest.machine == host.machine
-    return _row(
+    return row(
         "restore.architecture",
         Verdict.OK if same else Verdict.FAIL,
         manifest.machine,
@@ -148,9 +149,9 @@ def _series(release: str) -> tuple[str, ...]:
 
 def _kernel(manifest: Manifest, host: HostFacts) -> Finding:
     if manifest.kernel == host.kernel:
-        return _row("restore.kernel", Verdict.OK, manifest.kernel, host.kernel)
+        return row("restore.kernel", Verdict.OK, manifest.kernel, host.kernel)
     verdict = Verdict.OK if _series(manifest.kernel) == _series(host.kernel) else Verdict.WARN
-    return _row(
+    return row(
         "restore.kernel",
         verdict,
         manifest.kernel,
@@ -161,12 +162,12 @@ def _kernel(manifest: Manifest, host: HostFacts) -> Finding:
 
 def _cpu(manifest: Manifest, host: HostFacts) -> Finding:
     if not manifest.cpu_features or not host.cpu_features:
-        return _row("restore.cpu", Verdict.SKIP, "known features", "features not readable", "compare by hand")
+        return row("restore.cpu", Verdict.SKIP, "known features", "features not readable", "compare by hand")
     missing = sorted(set(manifest.cpu_features) - host.cpu_features)
     if not missing:
         count = len(manifest.cpu_features)
-        return _row("restore.cpu", Verdict.OK, f"{count} features", "all present")
-    return _row(
+        return row("restore.cpu", Verdict.OK, f"{count} features", "all present")
+    return row(
         "restore.cpu",
         Verdict.FAIL,
         f"the source's features: {' '.join(missing[:SHOWN])}{' ...' if len(missing) > SHOWN else ''}",
@@ -178,8 +179,8 @@ def _cpu(manifest: Manifest, host: HostFacts) -> Finding:
 def _criu(manifest: Manifest, host: HostFacts) -> Finding:
     dumped, here = (_version(text) for text in (manifest.criu.version, host.criu_version))
     if dumped is None or here is None:
-        return _row("restore.criu", Verdict.SKIP, manifest.criu.version, host.criu_version, "compare by hand")
-    return _row(
+        return row("restore.criu", Verdict.SKIP, manifest.criu.version, host.criu_version, "compare by hand")
+    return row(
         "restore.criu",
         Verdict.OK if here >= dumped else Verdict.FAIL,
         f">= {manifest.criu.version}",
@@ -213,7 +214,7 @@ def _files(manifest: Manifest, host: HostFacts) -> list[Finding]:
         elif entry.size_checked and now.mtime_ns != entry.mtime_ns:
             touched.append(entry.path)
     rows = [
-        _row(
+        row(
             "restore.files",
             Verdict.FAIL if missing or resized else Verdict.OK,
             f"{len(manifest.mapped_files)} files as they were",
@@ -227,7 +228,7 @@ def _files(manifest: Manifest, host: HostFacts) -> list[Finding]:
     ]
     if touched:
         rows.append(
-            _row(
+            row(
                 "restore.files_mtime",
                 Verdict.WARN,
                 "files unchanged since the dump",
@@ -247,8 +248,8 @@ def _pids(manifest: Manifest, host: HostFacts) -> Finding:
     wanted = sorted({tid for task in manifest.tree for tid in (task.pid, *task.threads)})
     clashes = [f"{tid} ({host.tasks[tid]})" for tid in wanted if tid in host.tasks]
     if not clashes:
-        return _row(PIDS_CHECK, Verdict.OK, f"{len(wanted)} pids free", "free")
-    finding = _row(
+        return row(PIDS_CHECK, Verdict.OK, f"{len(wanted)} pids free", "free")
+    finding = row(
         PIDS_CHECK,
         Verdict.FAIL,
         f"{len(wanted)} pids free",
@@ -261,7 +262,7 @@ def _pids(manifest: Manifest, host: HostFacts) -> Finding:
 
 def _memory(manifest: Manifest, host: HostFacts) -> Finding:
     need = manifest.total_bytes
-    return _row(
+    return row(
         "restore.memory",
         Verdict.OK if host.mem_available_bytes >= need else Verdict.WARN,
         f"{need} bytes available",

@@ -12,13 +12,14 @@ import pytest
 
 from hibernode.artifact.manifest import ContainerFacts, ExternalMount
 from hibernode.compat import strictly
-from hibernode.container.gate import CRIU_BYTES, SHOWN, TASK_BYTES, container_findings, keeps_connections
+from hibernode.container.gate import CRIU_BYTES, TASK_BYTES, container_findings, keeps_connections
 from hibernode.container.mountplan import MountPlan, Place
 from hibernode.container.target import Target, lower_layers
 from hibernode.discovery.containers import Container, ContainerRef
 from hibernode.host.mounts import Mount
 from hibernode.host.procfs import Process
 from hibernode.preflight import refuse
+from hibernode.preflight.rows import SHOWN
 from hibernode.workload import Finding, ProcessKey, Verdict
 from tests.unit.artifact_kit import FILES, PROCESS, manifest
 

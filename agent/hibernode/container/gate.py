@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from hibernode.artifact.manifest import ContainerFacts, Manifest
+from hibernode.compat import row
 from hibernode.container.target import Target, lower_layers
+from hibernode.preflight.rows import listed
 from hibernode.workload import Finding, Verdict
-
-SHOWN: Final = 8
 
 WAITING: Final = frozenset({"sleep", "pause", "tail", "catatonit"})
 """Programs that do nothing for the container but wait: a worker may take its place beside them."""
@@ -43,20 +42,9 @@ def container_findings(manifest: Manifest, target: Target | None) -> list[Findin
     ]
 
 
-def _row(check: str, verdict: Verdict, expected: str, found: str, remedy: str = "") -> Finding:
-    reason = "RestoreIncompatible" if verdict is Verdict.FAIL else ""
-    return Finding(check, verdict, expected, found, "" if verdict is Verdict.OK else remedy, reason)
-
-
-def _listed(words: Iterable[str]) -> str:
-    all_words = list(words)
-    more = f" and {len(all_words) - SHOWN} more" if len(all_words) > SHOWN else ""
-    return ", ".join(all_words[:SHOWN]) + more
-
-
 def _kind(facts: ContainerFacts | None, target: Target | None) -> Finding:
     if target is None:
-        return _row(
+        return row(
             "restore.container",
             Verdict.FAIL,
             "a container: the worker was one",
@@ -64,7 +52,7 @@ def _kind(facts: ContainerFacts | None, target: Target | None) -> Finding:
             "name the container that shall take the worker: hibernode restore ID --into CONTAINER",
         )
     if facts is None:
-        return _row(
+        return row(
             "restore.container",
             Verdict.FAIL,
             "the node itself: the worker was no container",
@@ -72,7 +60,7 @@ def _kind(facts: ContainerFacts | None, target: Target | None) -> Finding:
             "restore it without --into",
         )
     found = f"container {target.container.ref.id}"
-    return _row("restore.container", Verdict.OK, f"container {facts.id}", found)
+    return row("restore.container", Verdict.OK, f"container {facts.id}", found)
 
 
 def _init(target: Target) -> Finding:
@@ -80,15 +68,15 @@ def _init(target: Target) -> Finding:
     pid = target.process.pid
     expected = "a container that only waits: 'hibernode placeholder' or sleep"
     if target.others:
-        return _row(
+        return row(
             "restore.placeholder",
             Verdict.FAIL,
             expected,
-            f"pid {pid} ({target.comm}) with the processes {_listed(map(str, target.others))}",
+            f"pid {pid} ({target.comm}) with the processes {listed(map(str, target.others))}",
             "restore into a fresh container",
         )
     waits = target.ours or target.comm in WAITING
-    return _row(
+    return row(
         "restore.placeholder",
         Verdict.OK if waits else Verdict.FAIL,
         expected,
@@ -108,11 +96,11 @@ def _mounts(facts: ContainerFacts, target: Target) -> Finding:
             kinds = ("a file", "a directory")
             is_now, was = kinds[place.directory], kinds[entry.directory]
             wrong.append(f"{entry.mount_point} is {is_now} and was {was}")
-    return _row(
+    return row(
         "restore.mounts",
         Verdict.FAIL if wrong else Verdict.OK,
-        f"{len(facts.mounts)} mounts: {_listed(entry.mount_point for entry in facts.mounts)}",
-        _listed(wrong) if wrong else "all there",
+        f"{len(facts.mounts)} mounts: {listed(entry.mount_point for entry in facts.mounts)}",
+        listed(wrong) if wrong else "all there",
         "give the container the same volume mounts as the worker had",
     )
 
@@ -120,11 +108,11 @@ def _mounts(facts: ContainerFacts, target: Target) -> Finding:
 def _more_mounts(facts: ContainerFacts, target: Target) -> Finding:
     known = {entry.mount_point for entry in facts.mounts}
     more = [place.mount_point for place in target.mounts.external if place.mount_point not in known]
-    return _row(
+    return row(
         "restore.more_mounts",
         Verdict.WARN if more else Verdict.OK,
         "no mount that the worker did not have",
-        _listed(more) or "none",
+        listed(more) or "none",
         "the restored worker will not see them",
     )
 
@@ -132,7 +120,7 @@ def _more_mounts(facts: ContainerFacts, target: Target) -> Finding:
 def _rootfs(facts: ContainerFacts, target: Target) -> Finding:
     here = lower_layers(target.mounts.root)
     if not facts.lower or not here:
-        return _row(
+        return row(
             "restore.rootfs",
             Verdict.SKIP,
             _layers(facts.lower),
@@ -140,8 +128,8 @@ def _rootfs(facts: ContainerFacts, target: Target) -> Finding:
             "compare the images by hand; the files that the worker maps are compared one by one",
         )
     if facts.lower == here:
-        return _row("restore.rootfs", Verdict.OK, _layers(facts.lower), "the same")
-    return _row(
+        return row("restore.rootfs", Verdict.OK, _layers(facts.lower), "the same")
+    return row(
         "restore.rootfs",
         Verdict.SKIP,
         _layers(facts.lower),
@@ -159,7 +147,7 @@ def _memory(manifest: Manifest, facts: ContainerFacts, target: Target) -> Findin
     beyond = CRIU_BYTES + (len(manifest.tree) - 1) * TASK_BYTES
     need = sum(pages) + beyond
     if target.memory_limit is None:
-        return _row("restore.memory_limit", Verdict.OK, f"{need} bytes", "no limit")
+        return row("restore.memory_limit", Verdict.OK, f"{need} bytes", "no limit")
     found = f"a limit of {target.memory_limit} bytes, {target.memory_free} of them free"
     free = need if target.memory_free is None else target.memory_free
     less = not facts.memory_limit or target.memory_limit < facts.memory_limit
@@ -168,7 +156,7 @@ def _memory(manifest: Manifest, facts: ContainerFacts, target: Target) -> Findin
     least = need if less or len(manifest.tree) == 1 else max(pages, default=0) + beyond
     if free < least:
         shared = f", or {least} if its processes share nearly all" if least < need else ""
-        return _row(
+        return row(
             "restore.memory_limit",
             Verdict.FAIL,
             f"{need} bytes for the worker's memory{shared}",
@@ -176,14 +164,14 @@ def _memory(manifest: Manifest, facts: ContainerFacts, target: Target) -> Findin
             "raise the container's memory limit, at least to that of the source",
         )
     if free < need:
-        return _row(
+        return row(
             "restore.memory_limit",
             Verdict.WARN,
             f"{need} bytes, less what the worker's processes share",
             found,
             "the limit is that of the source; if less is free than was there, the restore will fail",
         )
-    return _row(
+    return row(
         "restore.memory_limit",
         Verdict.WARN if less else Verdict.OK,
         f"a limit of {facts.memory_limit} bytes" if facts.memory_limit else "no limit",
@@ -195,7 +183,7 @@ def _memory(manifest: Manifest, facts: ContainerFacts, target: Target) -> Findin
 def _ids(facts: ContainerFacts, target: Target) -> Finding:
     expected = f"uids {facts.uid_map}; gids {facts.gid_map}"
     found = f"uids {target.uid_map}; gids {target.gid_map}"
-    return _row(
+    return row(
         "restore.ids",
         Verdict.OK if expected == found else Verdict.FAIL,
         expected,
@@ -214,12 +202,12 @@ def _privileges(manifest: Manifest, target: Target) -> Finding:
         more.append("new privileges by exec")
     if target.seccomp_mode and not worker.seccomp_mode:
         more.append("no seccomp filter")
-    return _row(
+    return row(
         "restore.privileges",
         Verdict.FAIL if more else Verdict.OK,
         f"no more than the container: capabilities {target.cap_eff:#x}, no_new_privs {target.no_new_privs}, "
         f"seccomp mode {target.seccomp_mode}",
-        f"the worker has {_listed(more)}" if more else "no more",
+        f"the worker has {listed(more)}" if more else "no more",
         "give the container the security context that the worker had, or take the checkpoint anew",
     )
 
@@ -227,7 +215,7 @@ def _privileges(manifest: Manifest, target: Target) -> Finding:
 def _network(facts: ContainerFacts, target: Target) -> Finding:
     words = ("the node's network namespace", "a network namespace of its own")
     expected, found = words[bool(facts.net)], words[target.own_net]
-    return _row(
+    return row(
         "restore.network",
         Verdict.OK if expected == found else Verdict.FAIL,
         expected,
@@ -238,11 +226,11 @@ def _network(facts: ContainerFacts, target: Target) -> Finding:
 
 def _listening(facts: ContainerFacts, target: Target) -> Finding:
     missing = [address for address in facts.listening if address not in target.addresses]
-    return _row(
+    return row(
         "restore.listening",
         Verdict.FAIL if missing else Verdict.OK,
-        _listed(facts.listening) or "no address of the container's own",
-        f"missing: {_listed(missing)}" if missing else "all there",
+        listed(facts.listening) or "no address of the container's own",
+        f"missing: {listed(missing)}" if missing else "all there",
         "let the worker listen on 0.0.0.0 or [::]: a pod gets another address each time",
     )
 
@@ -254,11 +242,11 @@ def keeps_connections(facts: ContainerFacts, target: Target) -> bool:
 
 def _connected(facts: ContainerFacts, target: Target) -> Finding:
     kept = keeps_connections(facts, target)
-    return _row(
+    return row(
         "restore.connections",
         Verdict.OK if kept else Verdict.WARN,
-        _listed(facts.connected) or "no address of the container's own",
-        "all there" if kept else f"addresses here: {_listed(sorted(target.addresses))}",
+        listed(facts.connected) or "no address of the container's own",
+        "all there" if kept else f"addresses here: {listed(sorted(target.addresses))}",
         "all TCP connections of the worker are closed in the restored one",
     )
 
@@ -266,10 +254,10 @@ def _connected(facts: ContainerFacts, target: Target) -> Finding:
 def _devices(facts: ContainerFacts, target: Target) -> Finding:
     missing = [path for path in facts.devices if path not in target.devices]
     gpus = all(path.startswith(DRIVER_DEVICES) for path in missing)
-    return _row(
+    return row(
         "restore.devices",
         Verdict.OK if not missing else Verdict.WARN if gpus else Verdict.FAIL,
         f"{len(facts.devices)} device nodes",
-        f"missing: {_listed(missing)}" if missing else "all there",
+        f"missing: {listed(missing)}" if missing else "all there",
         "give the container the same devices as the worker had",
     )
