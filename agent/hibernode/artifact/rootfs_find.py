@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from hibernode.errors import RefusedError
-from hibernode.host import linux
+from hibernode.host import inroot
 from hibernode.host.mounts import Mount, mounts
 
 INDEX_DEFAULT: Final = Path("/sys/module/overlay/parameters/index")
@@ -87,15 +87,10 @@ def open_upper(upper: str, *, runtime_pid: int = 1) -> int:
     :raises OSError: it cannot be reached there.
     """
     try:
-        root = os.open(f"/proc/{runtime_pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        root = inroot.open_root(runtime_pid)
     except PermissionError:
         root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return linux.openat2(
-            root,
-            upper,
-            os.O_RDONLY | os.O_DIRECTORY,
-            resolve=linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS,
-        )
+        return inroot.open_below(root, upper, os.O_RDONLY | os.O_DIRECTORY)
     finally:
         os.close(root)

@@ -19,6 +19,7 @@ from hibernode.criu.options import DumpOptions
 from hibernode.discovery.containers import Container
 from hibernode.host import cgroups, linux
 from hibernode.host.freezer import Freezer, usable_freezer
+from hibernode.host.inroot import open_root
 from hibernode.host.procfs import Process
 from hibernode.preflight import Preflight
 
@@ -138,7 +139,7 @@ def save_files(dump: ContainerDump, process: Process, staging: Staging) -> tuple
 
     :raises OSError, HibernodeError: as :func:`hibernode.artifact.rootfs.save`.
     """
-    root = os.open(f"/proc/{process.pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    root = open_root(process.pid)
     try:
         diffs: list[DiffFacts] = []
         if dump.upper is not None:

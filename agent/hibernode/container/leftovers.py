@@ -7,12 +7,11 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from hibernode.errors import HibernodeError
-from hibernode.host import linux
+from hibernode.host import inroot
 from hibernode.host.safefs import Dir
 
 log = logging.getLogger("hibernode.container")
@@ -24,14 +23,14 @@ PUT_ROOT_MODE: Final = stat.S_IFDIR | 0o700
 MARKER: Final = b"restored\n"
 """What the shim writes into a restore marker."""
 
-RESOLVE: Final = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS
+DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
 CLOCK_SLACK_SECONDS: Final = 0.05
 """Change times come from a clock that stands still for up to one tick, 10 ms."""
 
 
 def remove_put_roots(pid: int) -> None:
     """Remove the empty directories that a CRIU which was killed has left in the root of ``pid``."""
-    with contextlib.suppress(OSError), _directory(pid, "/") as root:
+    with contextlib.suppress(OSError), inroot.opened(pid, "/", DIRECTORY) as root:
         for name in os.listdir(root):  # noqa: PTH208 - a descriptor
             if PUT_ROOT.fullmatch(name) is None:
                 continue
@@ -49,23 +48,12 @@ def remove_marker(pid: int, marker: Any, began: float) -> None:
     if not isinstance(marker, dict):
         return
     path = PurePosixPath(str(marker.get("path", "")))
-    with contextlib.suppress(OSError, ValueError, HibernodeError), _directory(pid, str(path.parent)) as fd:
+    with (
+        contextlib.suppress(OSError, ValueError, HibernodeError),
+        inroot.opened(pid, str(path.parent), DIRECTORY) as fd,
+    ):
         directory = Dir(fd, Path(path.parent))
         found = directory.read(path.name, len(MARKER))
         if found.data == MARKER and found.stat.st_ctime >= began - CLOCK_SLACK_SECONDS:
             directory.unlink(path.name)
             log.debug("pid %d: the restore marker %s is removed", pid, path)
-
-
-@contextlib.contextmanager
-def _directory(pid: int, path: str) -> Iterator[int]:
-    """Open a directory as ``pid`` sees it; no link leads out of its root."""
-    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fd = linux.openat2(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, resolve=RESOLVE)
-    finally:
-        os.close(root)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -16,6 +16,7 @@ from typing import Final
 
 from hibernode.errors import RefusedError
 from hibernode.host import linux, mounts
+from hibernode.host.inroot import open_root
 from hibernode.host.mounts import Mount
 from hibernode.text import printable
 
@@ -51,7 +52,7 @@ def look(pid: int) -> MountPlan:
     :raises RefusedError: reason ``MountUnusable``, one of them cannot be named to CRIU.
     :raises ProcessLookupError: the process has ended.
     """
-    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    root = open_root(pid)
     try:
         seen = mounts.mounts(pid)
         return plan(seen, {mount.id: _is_directory(root, mount) for mount in external(seen)})

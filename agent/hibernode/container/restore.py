@@ -18,6 +18,7 @@ from hibernode.container import leftovers, mountplan
 from hibernode.container.target import NET, Target
 from hibernode.errors import HibernodeError, IntegrityError
 from hibernode.host import procfs
+from hibernode.host.inroot import open_root
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.shim_placeholder import FAILED, recognise, tell
@@ -84,7 +85,7 @@ def _apply(artifact: Artifact, diff: DiffFacts, target: Target, directory: Dir) 
 
 @contextlib.contextmanager
 def _opened(pid: int, mount_point: str) -> Iterator[int]:
-    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    root = open_root(pid)
     try:
         if mount_point == "/":
             yield root

@@ -18,6 +18,7 @@ from hibernode.discovery.containers import Container
 from hibernode.discovery.locate import stat_in_root
 from hibernode.host import cgroups, mounts, procfs
 from hibernode.host.addresses import addresses
+from hibernode.host.inroot import open_root
 from hibernode.host.procfs import Process
 from hibernode.shim_placeholder import recognise
 
@@ -93,7 +94,7 @@ def id_map(pid: int, kind: str) -> str:
 
 def devices(pid: int) -> Iterator[str]:
     """List the device nodes below a container's /dev, two levels deep, links not followed."""
-    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    root = open_root(pid)
     try:
         yield from list(_devices(root, "dev", DEVICE_DEPTH))[:MAX_DEVICES]
     finally:

@@ -15,7 +15,7 @@ from typing import Final
 
 from hibernode.discovery.signals import ReadyRequest
 from hibernode.errors import RefusedError, UsageError
-from hibernode.host import linux, procfs
+from hibernode.host import inroot, procfs
 from hibernode.host.procfs import Process, Stat
 from hibernode.shim_placeholder import recognise
 from hibernode.workload import CheckpointId, Era, ProcessKey
@@ -137,20 +137,8 @@ class ClaimIndex:
 
 def stat_in_root(pid: int, path: PurePosixPath) -> os.stat_result:
     """Stat ``path`` as process ``pid`` sees it, following its links but never out of its root."""
-    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fd = linux.openat2(
-            root,
-            str(path),
-            os.O_PATH | os.O_CLOEXEC,
-            resolve=linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS,
-        )
-        try:
-            return os.fstat(fd)
-        finally:
-            os.close(fd)
-    finally:
-        os.close(root)
+    with inroot.opened(pid, str(path), os.O_PATH) as fd:
+        return os.fstat(fd)
 
 
 @dataclass(frozen=True, slots=True)

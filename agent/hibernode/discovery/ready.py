@@ -19,7 +19,7 @@ from typing import Final
 
 from hibernode.discovery.locate import Claim
 from hibernode.discovery.watch import Events, Inotify
-from hibernode.host import linux
+from hibernode.host import inroot
 from hibernode.workload import ProcessKey
 
 log = logging.getLogger("hibernode.ready")
@@ -63,13 +63,10 @@ class ReadyWatch:
 
     def _watch(self, pid: int, path: str) -> _Watched:
         events = Events(asyncio.get_running_loop(), self._take)
-        fd = _directory(pid, PurePosixPath(path).parent)
-        try:
+        with inroot.opened(pid, str(PurePosixPath(path).parent), os.O_PATH | os.O_DIRECTORY) as fd:
             inotify = Inotify()
             # With a dot at the end: the watch does not follow the last link of a path, and this is one.
             inotify.begin(f"/proc/self/fd/{fd}/.", events)
-        finally:
-            os.close(fd)  # the watch holds the inode
         return _Watched(path, events, inotify)
 
     def _take(self, names: set[str], overflows: int, stale: bool) -> None:
@@ -80,17 +77,3 @@ class ReadyWatch:
         """Watch nothing any more."""
         while self._watched:
             self._watched.popitem()[1].end()
-
-
-def _directory(pid: int, path: PurePosixPath) -> int:
-    """Open a directory as a process sees it, its links followed but never out of its root."""
-    root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        return linux.openat2(
-            root,
-            str(path),
-            os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC,
-            resolve=linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS,
-        )
-    finally:
-        os.close(root)

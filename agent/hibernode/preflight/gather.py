@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from hibernode.errors import RefusedError
-from hibernode.host import linux, mounts, procfs, sockets
+from hibernode.host import inroot, linux, mounts, procfs, sockets
 from hibernode.preflight import facts as f
 
 if TYPE_CHECKING:
@@ -331,17 +331,11 @@ class _Gatherer:
 
     def _preload_file(self) -> bool:
         """Whether the root's /etc/ld.so.preload names something."""
-        with contextlib.suppress(OSError):
-            root = os.open(f"/proc/{self.root}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                resolve = linux.RESOLVE_IN_ROOT | linux.RESOLVE_NO_MAGICLINKS
-                fd = linux.openat2(root, "etc/ld.so.preload", os.O_PATH | os.O_CLOEXEC, resolve=resolve)
-                try:
-                    return linux.stat_cached(f"/proc/self/fd/{fd}").size > 0
-                finally:
-                    os.close(fd)
-            finally:
-                os.close(root)
+        with (
+            contextlib.suppress(OSError),
+            inroot.opened(self.root, "etc/ld.so.preload", os.O_PATH) as fd,
+        ):
+            return linux.stat_cached(f"/proc/self/fd/{fd}").size > 0
         return False
 
 
