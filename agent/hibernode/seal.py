@@ -111,23 +111,28 @@ def _mapped_files(process: Process, checked: Preflight, dump: ContainerDump | No
             written = fd.flags & os.O_ACCMODE != os.O_RDONLY
             loose = written and (fd.fd < STDIO or bool(fd.flags & os.O_APPEND and not fd.flags & os.O_RDWR))
             checked_sizes.setdefault(fd.target, not loose)
-    found = 0
-    for path, size_checked in sorted(checked_sizes.items()):
-        if path.startswith(KERNEL_FILES) and not path.startswith(SHARED_MEMORY):
-            continue
-        if dump is not None and in_diff(dump, path):
-            continue
-        stat = _stat(path) if dump is None else stat_in(process.pid, path)
-        if stat is not None and found < MAX_MAPPED_FILES:
-            found += 1
-            yield m.MappedFile(
-                path=path,
-                size=stat.st_size,
-                mtime_ns=stat.st_mtime_ns,
-                dev=stat.st_dev,
-                ino=stat.st_ino,
-                size_checked=size_checked,
-            )
+    with contextlib.nullcontext(_never) if dump is None else in_diff(dump) as comes:
+        found = 0
+        for path, size_checked in sorted(checked_sizes.items()):
+            if path.startswith(KERNEL_FILES) and not path.startswith(SHARED_MEMORY):
+                continue
+            if comes(path):
+                continue
+            stat = _stat(path) if dump is None else stat_in(process.pid, path)
+            if stat is not None and found < MAX_MAPPED_FILES:
+                found += 1
+                yield m.MappedFile(
+                    path=path,
+                    size=stat.st_size,
+                    mtime_ns=stat.st_mtime_ns,
+                    dev=stat.st_dev,
+                    ino=stat.st_ino,
+                    size_checked=size_checked,
+                )
+
+
+def _never(_path: str) -> bool:
+    return False
 
 
 def _stat(path: str) -> os.stat_result | None:

@@ -216,14 +216,16 @@ def test_a_file_that_comes_along_need_not_be_there(
     upper: str, path: str, excluded: tuple[str, ...], there: bool
 ) -> None:
     """What is in the diff is brought; what is not the next container must have itself."""
-    assert dumps.in_diff(made(upper, excluded=excluded), path) is there
+    with dumps.in_diff(made(upper, excluded=excluded)) as comes:
+        assert comes(path) is there
 
 
 def test_without_an_upper_directory_only_shared_memory_comes_along(tmp_path: Path) -> None:
     """A root that is no overlay, that is read-only, or whose directory is gone, has no diff."""
     for dump in (made(None), made(str(tmp_path), read_only=True), made(str(tmp_path / "gone"))):
-        assert not dumps.in_diff(dump, "/etc/modified")
-        assert dumps.in_diff(dump, "/dev/shm/x")
+        with dumps.in_diff(dump) as comes:
+            assert not comes("/etc/modified")
+            assert comes("/dev/shm/x")
 
 
 # a box ------------------------------------------------------------------------------------------------

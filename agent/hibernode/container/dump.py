@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
@@ -196,24 +198,33 @@ def carried(dump: ContainerDump, path: str) -> bool:
     return nearest == SHM_MOUNT or (nearest == "/" and dump.upper is not None)
 
 
-def in_diff(dump: ContainerDump, path: str) -> bool:
-    """Whether a file comes with the diffs, so that the next container need not have it."""
-    if path.startswith(f"{SHM_MOUNT}/"):
-        return True
+@contextmanager
+def in_diff(dump: ContainerDump) -> Iterator[Callable[[str], bool]]:
+    """Give the question whether a file comes with the diffs, so that the next container need not have it.
+
+    There may be thousands of files: patterns and upper directory are prepared once.
+    """
     excluded = rootfs.compile_patterns(dump.excluded)
-    above = [path[:end] for end in range(2, len(path) + 1) if end == len(path) or path[end] == "/"]
-    if dump.upper is None or any(excluded and excluded.fullmatch(os.fsencode(name)) for name in above):
-        return False
-    try:
-        fd = open_upper(dump.upper)
-    except OSError:
-        return False
-    try:
-        inside = linux.openat2(fd, path.lstrip("/"), os.O_PATH | os.O_CLOEXEC, resolve=mountplan.RESOLVE)
-    except (OSError, ValueError):
-        return False
-    else:
-        os.close(inside)
-        return True
-    finally:
-        os.close(fd)
+    with ExitStack() as held:
+        upper: int | None = None
+        if dump.upper is not None:
+            with suppress(OSError):
+                upper = open_upper(dump.upper)
+                held.callback(os.close, upper)
+
+        def comes(path: str) -> bool:
+            if path.startswith(f"{SHM_MOUNT}/"):
+                return True
+            above = [path[:end] for end in range(2, len(path) + 1) if end == len(path) or path[end] == "/"]
+            if upper is None or any(excluded and excluded.fullmatch(os.fsencode(name)) for name in above):
+                return False
+            try:
+                fd = linux.openat2(
+                    upper, path.lstrip("/"), os.O_PATH | os.O_CLOEXEC, resolve=mountplan.RESOLVE
+                )
+            except (OSError, ValueError):
+                return False
+            os.close(fd)
+            return True
+
+        yield comes
