@@ -17,6 +17,7 @@ from typing import Any
 
 from hibernode import shim_enter, shim_placeholder
 from hibernode.host import linux
+from hibernode.shim import start_ticks, stat_fields
 
 KINDS = ("mnt", "pid", *shim_enter.NAMESPACES)
 FIND_SECONDS = 5.0
@@ -172,17 +173,6 @@ def inner_pid(pid: int, depth: int) -> int:
                 pids = line.split()[1:]
                 return int(pids[depth]) if depth < len(pids) else 0
     return 0
-
-
-def stat_fields(pid: int) -> list[str]:
-    """Read /proc/PID/stat from its third field on; the command may hold any character."""
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
-        return file.read().rpartition(")")[2].split()
-
-
-def start_ticks(pid: int) -> int:
-    """Read field 22, the start time in clock ticks since boot."""
-    return int(stat_fields(pid)[19])
 
 
 def is_zombie(pid: int) -> bool:

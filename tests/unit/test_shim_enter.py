@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hibernode import shim_container, shim_enter
+from hibernode import shim, shim_container, shim_enter
 from hibernode.container import mountplan
 from hibernode.host import linux, procfs
 from hibernode.host.procfs import Process
@@ -283,7 +283,7 @@ def test_the_tree_is_found_by_its_own_pids(place: Place) -> None:
         assert shim_container.children(1 << 22) == []
         assert shim_container.is_zombie(1 << 22)
         assert not shim_container.is_zombie(os.getpid())
-        assert shim_container.start_ticks(place.pid) == place.spec["start_ticks"]
+        assert shim.start_ticks(place.pid) == place.spec["start_ticks"]
     finally:
         close(container)
 
