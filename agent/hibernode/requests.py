@@ -13,7 +13,7 @@ from hibernode import restored
 from hibernode.answers import Outcome, Request, RestoreOutcome, RestoreRequest, Trigger
 from hibernode.checkpoint import Checkpointer
 from hibernode.config import Settings
-from hibernode.discovery.containers import Container, container_of
+from hibernode.discovery.containers import container_of
 from hibernode.discovery.locate import Claim, ClaimIndex, Located, locate
 from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
 from hibernode.discovery.signals import RestoreRequest as RestoreFile
@@ -113,17 +113,25 @@ class Requests:
             process.close()
 
     def _restore(self, request: RestoreFile) -> None:
+        def ended(outcome: Outcome | RestoreOutcome | None) -> None:
+            self._look_again(f"{request.id}{ERA_A1.restore_suffix}", outcome)
+
+        asked = RestoreRequest(request.id, requester_uid=request.uid, identity=request.identity)
+        self._queue_restore(asked, f"asked by uid {request.uid}", ended)
+
+    def _queue_restore(
+        self,
+        asked: RestoreRequest,
+        why: str,
+        ended: Callable[[Outcome | RestoreOutcome | None], None] = lambda _outcome: None,
+    ) -> None:
         async def work(_job: object) -> RestoreOutcome:
-            self.parts.events.add("Normal", "RestoreStarted", request.id, f"asked by uid {request.uid}")
-            asked = RestoreRequest(request.id, requester_uid=request.uid, identity=request.identity)
+            self.parts.events.add("Normal", "RestoreStarted", asked.id, why)
             outcome = await self.parts.restorer.run(asked)
             self._say_restore(outcome)
             return outcome
 
-        def ended(outcome: Outcome | RestoreOutcome | None) -> None:
-            self._look_again(f"{request.id}{ERA_A1.restore_suffix}", outcome)
-
-        self.parts.jobs.submit("restore", request.id, work, ended)
+        self.parts.jobs.submit("restore", asked.id, work, ended)
 
     async def fill(self, claims: Iterable[Claim]) -> None:
         """Restore into placeholders that name a checkpoint of the store: one try a container, and a pod."""
@@ -140,17 +148,8 @@ class Requests:
                 names = [f"container {container.ref.id} {claim.key.start_ticks}"]
                 names += [f"pod {container.ref.pod_uid}"] if container.ref.pod_uid else []
                 if not container.nested and self.parts.restorer.state.first_try(*names):
-                    self._fill(id_, container)
-
-    def _fill(self, id_: CheckpointId, container: Container) -> None:
-        async def work(_job: object) -> RestoreOutcome:
-            self.parts.events.add("Normal", "RestoreStarted", id_, f"into container {container.ref.id}")
-            asked = RestoreRequest(id_, into=container.ref.id, announce=False)
-            outcome = await self.parts.restorer.run(asked)
-            self._say_restore(outcome)
-            return outcome
-
-        self.parts.jobs.submit("restore", id_, work, lambda _outcome: None)
+                    asked = RestoreRequest(id_, into=container.ref.id, announce=False)
+                    self._queue_restore(asked, f"into container {container.ref.id}")
 
     def _look_again(self, name: str, outcome: Outcome | RestoreOutcome | None) -> None:
         """Look at the request once more: a new one may have come while the job was still in the queue.
