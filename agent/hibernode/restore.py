@@ -51,7 +51,7 @@ from hibernode.host.safefs import Dir
 from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, uncut
 from hibernode.preflight import refuse
-from hibernode.restore_options import inherit, restore_options
+from hibernode.restore_options import connections, inherit, restore_options
 from hibernode.state import StateDir, read_json, write_json
 from hibernode.workload import ERA_A1, CheckpointId, Finding, Verdict
 
@@ -182,6 +182,8 @@ class Restorer:
         finally:
             # Counted is what ends the agent itself; a failure that we live to tell is answered, not retried.
             self.state.attempts_clear(attempt)
+        if state.get("not_held_back"):
+            log.warning("%s: connections were not held back: %s", request.id, state["not_held_back"])
         if state.get("phase") == "exited" and state.get("exit_code") != 0:
             how = (
                 f"exit code {state['exit_code']}"
@@ -336,12 +338,8 @@ class Restorer:
         images = artifact.path / "images"
         directory = work.directory.path
         pidfile = directory / "restored.pid"
-        args = options.restore_args(
-            images,
-            pidfile,
-            restore_options(manifest, self.settings, directory, target),
-            work_dir=directory,
-        )
+        chosen = restore_options(manifest, self.settings, directory, target)
+        args = options.restore_args(images, pidfile, chosen, work_dir=directory)
         marker = manifest.contract.restore_marker
         return {
             "criu": [*criu.argv, *args],
@@ -349,6 +347,7 @@ class Restorer:
             "pidfile": str(pidfile),
             "deadline_seconds": self.settings.restore.deadline_seconds,
             "inherit": inherit(manifest) if target is None else filling.inherit(manifest),
+            "connections": connections(images) if chosen.tcp == "established" else [],
             "container": None if target is None else targets.spec(manifest, target),
             "marker": {
                 "path": marker,

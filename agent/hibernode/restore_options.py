@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hibernode.artifact.manifest import Manifest
 from hibernode.config import Settings
@@ -10,6 +11,7 @@ from hibernode.container import target as targets
 from hibernode.container.gate import keeps_connections
 from hibernode.container.target import Target
 from hibernode.criu import options
+from hibernode.criu.image_sockets import tcp_connections
 
 
 def restore_options(
@@ -46,3 +48,11 @@ def inherit(manifest: Manifest) -> list[dict[str, str]]:
             mode = "read" if entry.access == "read" else "append"
             ends[entry.target] = {"key": entry.target, "mode": mode, "file": f"{name}.{number}.log"}
     return list(ends.values())
+
+
+def connections(images: Path) -> list[list[Any]]:
+    """List the ends that come back, for the shim: IP version, then address (hex) and port of either side."""
+    return [
+        [version, local.hex(), local_port, remote.hex(), remote_port]
+        for version, local, local_port, remote, remote_port in tcp_connections(images)
+    ]

@@ -81,6 +81,7 @@ class Shim:
         self.root: int | None = None
         self.worker: dict[str, int] = {}
         self.marker_written = False
+        self.not_held_back = ""
         self.container: Container | None = None
         if spec.get("container"):
             from hibernode.shim_container import Container  # noqa: PLC0415 - half of the restores need none
@@ -93,7 +94,8 @@ class Shim:
         started = time.monotonic()
         try:
             self.write_marker()
-            code, timed_out = self.run_criu()
+            with self.held_back():
+                code, timed_out = self.run_criu()
             if code == 0:
                 self.root = self.read_root()
         except Exception as error:  # noqa: BLE001 - whatever it was, the agent is told and the tree is ended
@@ -128,6 +130,8 @@ class Shim:
     def save(self, **state: Any) -> None:
         """Replace ``state.json``; the last state stays known to :meth:`answer`."""
         self.state = {"shim_pid": os.getpid(), "time": time.time(), **state}
+        if self.not_held_back:
+            self.state["not_held_back"] = self.not_held_back
         text = json.dumps(self.state, indent=2) + "\n"
         fd = os.open("state.json.tmp", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as file:
@@ -196,6 +200,26 @@ class Shim:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     # CRIU ---------------------------------------------------------------------------------------------
+
+    def held_back(self) -> contextlib.AbstractContextManager[Any]:
+        """Drop the packets of the worker's own connections until both ends are there.
+
+        CRIU sends what an end had not sent yet as soon as that end is there. Where the other one is not, the
+        kernel answers with a reset, and the restore fails or the connection is dead.
+        """
+        if self.spec["connections"]:
+            from hibernode.host import nftables  # noqa: PLC0415 - few workers have connections inside
+
+            ends = [
+                (version, bytes.fromhex(local), local_port, bytes.fromhex(remote), remote_port)
+                for version, local, local_port, remote, remote_port in self.spec["connections"]
+            ]
+            try:
+                with self.container.network() if self.container else contextlib.nullcontext():
+                    return nftables.hold_back(f"hibernode-{os.getpid()}", ends)
+            except OSError as error:  # an old kernel: mostly it goes well without, and a failure is told
+                self.not_held_back = f"{error.strerror} (nftables, Linux >= 5.12)"
+        return contextlib.nullcontext()
 
     def run_criu(self) -> tuple[int, bool]:
         """Run ``criu restore``; (return code, negative for a signal; whether the deadline fired)."""

@@ -81,6 +81,17 @@ class Container:
         finally:
             linux.setns(self.own, linux.CLONE_NEWPID)
 
+    @contextlib.contextmanager
+    def network(self) -> Iterator[None]:
+        """Have the sockets that are made in the block in the container's network."""
+        own = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        linux.setns(self.namespaces["net"], linux.CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            linux.setns(own, linux.CLONE_NEWNET)
+            os.close(own)
+
     def enter(self) -> None:
         """Become a process of the container, as far as CRIU needs it; called in the child."""
         shim_enter.enter({**self.spec, "namespaces": self.namespaces}, self.directory)

@@ -1,7 +1,8 @@
 """Two processes and a TCP connection between them, for tests: numbers go one way and are checked one by one.
 
-Arguments: where to write how far the reader is. With a second argument, a listener only, which tells there
-its port and answers each byte with one; ``closed`` counts the connections that it has lost.
+Arguments: where to write how far the reader is. With the second argument ``serve``, a listener only, which
+tells there its port and answers each byte with one; ``closed`` counts the connections that it has lost. With
+``fill``, both send until neither can, and read only when there is a file of that name and ``.go``.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 
 
 def write(out: Path, text: str) -> None:
     """Replace the file."""
-    temporary = out.with_suffix(".new")
+    temporary = out.with_name(f"{out.name}.new")
     temporary.write_text(text)
     temporary.rename(out)
 
@@ -61,18 +63,44 @@ def serve(listener: socket.socket, out: Path) -> None:
         closed += 1
 
 
+def fill(connection: socket.socket, out: Path) -> None:
+    """Send until the kernel takes no more; later the rest of a block, and read the other's to its end."""
+    block, sent = bytes(range(251)) * 100_000, 0
+    connection.setblocking(False)
+    try:
+        while True:
+            sent += connection.send(block[sent:])
+            time.sleep(0.001)
+    except BlockingIOError:
+        pass
+    write(out, str(sent))
+    while not out.with_suffix(".go").exists():
+        time.sleep(0.01)
+    connection.setblocking(True)
+    threading.Thread(target=connection.sendall, args=(block[sent:],)).start()
+    with connection.makefile("rb") as file:
+        write(out, "whole" if file.read(len(block)) == block else "damaged")
+    time.sleep(1000)
+
+
 def main() -> None:
     """Begin."""
     out = Path(sys.argv[1])
     ballast = os.urandom(64 << 20)
     listener = socket.create_server(("127.0.0.1", 0))
-    if len(sys.argv) > 2:
+    mode = sys.argv[2] if len(sys.argv) > 2 else ""
+    if mode == "serve":
         serve(listener, out)
     if os.fork() == 0:
         address = listener.getsockname()
         listener.close()
+        if mode == "fill":
+            fill(socket.create_connection(address), out.with_suffix(".child"))
         send(address)
-    read(listener.accept()[0], out)
+    connection = listener.accept()[0]
+    if mode == "fill":
+        fill(connection, out)
+    read(connection, out)
     assert ballast
 
 

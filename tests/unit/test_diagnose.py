@@ -234,6 +234,11 @@ RESTORE = [
         " 23450: Error (criu/sk-inet.c:1059): inet: Can't bind inet socket (id 26): Address already in use",
     ),
     (
+        "TcpReset",
+        "before the other end",
+        "Error (soccr/soccr.c:819): Can't restore not-sent send queue data (-1), want (0-925:3791872:925): Broken pipe",
+    ),
+    (
         "AddressGone",
         "criu.tcp",
         " 31: Error (soccr/soccr.c:499): Can't bind inet socket back: Cannot assign requested address",

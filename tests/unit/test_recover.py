@@ -356,6 +356,7 @@ def test_a_criu_that_still_runs_is_ended_with_its_shim(node: Node) -> None:
         "pidfile": str(path / "pid"),
         "deadline_seconds": 600,
         "inherit": [],
+        "connections": [],
         "marker": None,
         "read_ahead": [],
     }

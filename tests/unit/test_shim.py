@@ -70,6 +70,7 @@ class Restore:
             "pidfile": str(self.path / "pidfile"),
             "deadline_seconds": DEADLINE,
             "inherit": [],
+            "connections": [],
             "marker": None,
             "read_ahead": [],
         }

@@ -73,6 +73,12 @@ RESTORE: Final = (
         "dump with criu.tcp = close, so that connections need not come back",
     ),
     row(
+        "TcpReset",
+        r"Can't restore not-sent send queue data",
+        "one end of a connection sent before the other end was there again, and was reset",
+        "restore again; Linux 5.12 or later with nf_tables holds such packets back",
+    ),
+    row(
         "TcpMismatch",
         r"Connected TCP socket in image|Need to set the --tcp-close",
         "the image was dumped with another setting for TCP",

@@ -18,12 +18,11 @@ import os
 import re
 import signal
 import socket
-import struct
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from hibernode.host import linux, procfs
+from hibernode.host import linux, nftables, procfs
 
 log = logging.getLogger("hibernode.netlock")
 
@@ -33,19 +32,6 @@ TCP_REPAIR: Final = 19
 OOM_NEVER: Final = "-1000"
 """linux/oom.h: OOM_SCORE_ADJ_MIN."""
 
-NETLINK_NETFILTER: Final = 12
-NFNL_SUBSYS_NFTABLES: Final = 10
-NFNL_MSG_BATCH_BEGIN: Final = 16
-NFNL_MSG_BATCH_END: Final = 17
-NFT_MSG_DELTABLE: Final = 2
-NFTA_TABLE_NAME: Final = 1
-NFPROTO_INET: Final = 1
-NLMSG_ERROR: Final = 2
-NLM_F_REQUEST: Final = 1
-NLM_F_ACK: Final = 4
-"""linux/netlink.h, linux/netfilter.h and linux/netfilter/nfnetlink.h, nf_tables.h."""
-
-ANSWER_SECONDS: Final = 5.0
 LOG_HEAD_BYTES: Final = 64 << 10
 
 _RUN_ID: Final = re.compile(rb"CRIU run id = ([0-9a-f-]{36})\n")
@@ -77,7 +63,7 @@ def heal(root_pid: int, dump_log: Path, *, stopped: Collection[int] = ()) -> int
     table = table_of(dump_log)
     if table:
         try:
-            delete_table(table)
+            nftables.delete_table(table)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -123,35 +109,3 @@ def table_of(dump_log: Path) -> str:
     except OSError:
         return ""
     return f"CRIU-{match[1].decode()}"[:_TABLE_CHARS] if match else ""
-
-
-def delete_table(name: str) -> None:
-    """Remove the nftables table ``inet NAME`` and all that is in it.
-
-    Three messages, written by hand: the libraries for it cost the agent 20 MB of memory for good.
-
-    :raises FileNotFoundError: there is none.
-    :raises OSError: the kernel refused.
-    """
-    raw = name.encode() + b"\0"
-    attribute = struct.pack("=HH", 4 + len(raw), NFTA_TABLE_NAME) + raw + bytes(-len(raw) % 4)
-    delete = NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_DELTABLE
-    batch = (
-        _message(NFNL_MSG_BATCH_BEGIN, NLM_F_REQUEST, 0, NFNL_SUBSYS_NFTABLES)
-        + _message(delete, NLM_F_REQUEST | NLM_F_ACK, NFPROTO_INET, 0, attribute)
-        + _message(NFNL_MSG_BATCH_END, NLM_F_REQUEST, 0, NFNL_SUBSYS_NFTABLES)
-    )
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as sock:
-        sock.settimeout(ANSWER_SECONDS)
-        sock.sendto(batch, (0, 0))
-        answer = sock.recv(8192)
-    (kind,) = struct.unpack_from("=H", answer, 4)
-    (code,) = struct.unpack_from("=i", answer, 16)
-    if kind != NLMSG_ERROR or code:
-        raise OSError(-code, os.strerror(-code), name)
-
-
-def _message(kind: int, flags: int, family: int, resource: int, attributes: bytes = b"") -> bytes:
-    """Build a netlink message with nftables' header (struct nfgenmsg: family, version, resource)."""
-    body = struct.pack("=BB", family, 0) + struct.pack(">H", resource) + attributes
-    return struct.pack("=IHHII", 16 + len(body), kind, flags, 1, 0) + body
