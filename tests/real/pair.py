@@ -15,12 +15,19 @@ import threading
 import time
 from pathlib import Path
 
+WIDTH = 32
+
 
 def write(out: Path, text: str) -> None:
-    """Replace the file."""
-    temporary = out.with_name(f"{out.name}.new")
-    temporary.write_text(text)
-    temporary.rename(out)
+    """Replace what the file says, in place: a name that goes would be missed at a restore, a new size too."""
+    line = text.ljust(WIDTH).encode()
+    if out.exists():
+        with out.open("r+b") as file:
+            file.write(line)
+    else:
+        temporary = out.with_name(f"{out.name}.new")
+        temporary.write_bytes(line)
+        temporary.rename(out)
 
 
 def send(address: tuple[str, int]) -> None:

@@ -71,6 +71,11 @@ def _ends(addresses: set[str]) -> list[list[str]]:
     return [line for line in _tcp() if addresses & {line[1], line[2]} and line[3] != TIME_WAIT]
 
 
+def said(out: Path) -> str:
+    """Read what one end says."""
+    return out.read_text().strip()
+
+
 def _group(pgid: int) -> bool:
     try:
         os.killpg(pgid, 0)
@@ -177,8 +182,8 @@ def test_what_neither_end_had_sent_yet_arrives_after_the_restore(node: Node) -> 
     pair.end()
     node.run("restore", id_)
     pair.out.with_suffix(".go").touch()
-    until("both ends' data", lambda: {pair.out.read_text(), child.read_text()} <= {"whole", "damaged"})
-    assert (pair.out.read_text(), child.read_text()) == ("whole", "whole")
+    until("both ends' data", lambda: {said(pair.out), said(child)} <= {"whole", "damaged"})
+    assert (said(pair.out), said(child)) == ("whole", "whole")
     os.killpg(pair.pid, signal.SIGKILL)
 
 
