@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -42,11 +43,12 @@ def until(what: str, seconds: float, test: Callable[[], object]) -> None:
 
 
 def free_port() -> int:
-    """Find a TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Find a TCP port that nobody listens on, below those that the kernel gives to connections by itself."""
+    while True:
+        port = random.randint(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def ask(port: int) -> dict[str, object] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -42,12 +43,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
+FIRST_PORT, LAST_PORT = 20_000, 32_000
+"""Below the kernel's usual range for ports that it picks itself (net.ipv4.ip_local_port_range from 32768)."""
+
+
 def free_port() -> int:
-    """Find a TCP port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Find a TCP port nobody listens on, and which no connection of others gets while a worker is away."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def state_letter(pid: int) -> str:

@@ -1,8 +1,8 @@
 """Two processes and a TCP connection between them, for tests: numbers go one way and are checked one by one.
 
-Arguments: where to write how far the reader is. With the second argument ``serve``, a listener only, which
-tells there its port and answers each byte with one; ``closed`` counts the connections that it has lost. With
-``fill``, both send until neither can, and read only when there is a file of that name and ``.go``.
+Arguments: where to write how far the reader is, and a port. With a third argument ``serve``, a listener only,
+which answers each byte with one, and counts there the connections that it has lost. With ``fill``, both send
+until neither can, and read only when there is a file of that name and ``.go``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def serve(listener: socket.socket, out: Path) -> None:
     """Answer."""
     closed = 0
     while True:
-        write(out, f"{listener.getsockname()[1]} {closed}")
+        write(out, f"{closed}")
         connection, _ = listener.accept()
         try:
             while byte := connection.recv(1):
@@ -94,8 +94,8 @@ def main() -> None:
     """Begin."""
     out = Path(sys.argv[1])
     ballast = os.urandom(64 << 20)
-    listener = socket.create_server(("127.0.0.1", 0))
-    mode = sys.argv[2] if len(sys.argv) > 2 else ""
+    listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+    mode = sys.argv[3] if len(sys.argv) > 3 else ""
     if mode == "serve":
         serve(listener, out)
     if os.fork() == 0:

@@ -16,7 +16,7 @@ import pytest
 
 from hibernode.criu.runner import find_criu
 from hibernode.host import netlock, nftables
-from tests.real.node import Node, state_letter, until
+from tests.real.node import Node, free_port, state_letter, until
 
 pytestmark = pytest.mark.criu
 
@@ -28,8 +28,9 @@ class Pair:
 
     def __init__(self, base: Path, *args: str) -> None:
         self.out = base / "out"
+        self.port = free_port()
         self.process = subprocess.Popen(
-            [sys.executable, PAIR, self.out, *args],
+            [sys.executable, PAIR, self.out, str(self.port), *args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -191,8 +192,7 @@ def test_a_connection_to_outside_is_closed_and_its_listener_serves_on(node: Node
     """The outside client is named in a warning; after the restore a new one is answered."""
     worker = Pair(node.base, "serve")
     try:
-        port = int(worker.out.read_text().split()[0])
-        with socket.create_connection(("127.0.0.1", port)) as client:
+        with socket.create_connection(("127.0.0.1", worker.port)) as client:
             client.sendall(b"1")
             assert client.recv(1) == b"1"
             report = json.loads(node.run("doctor", "--pid", worker.pid, "-o", "json", check=None).stdout)
@@ -205,7 +205,7 @@ def test_a_connection_to_outside_is_closed_and_its_listener_serves_on(node: Node
     finally:
         worker.end()
     node.run("restore", id_)
-    with socket.create_connection(("127.0.0.1", port)) as client:
+    with socket.create_connection(("127.0.0.1", worker.port)) as client:
         client.settimeout(30)
         client.sendall(b"3")
         assert client.recv(1) == b"3"
