@@ -31,8 +31,9 @@ format: setup ## Lay out the code and fix what can be fixed
 # setuptools is pinned too: it builds the editable install.
 lock: setup ## Pin every dependency again (ARGS=--upgrade for newer versions)
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
-	| $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes \
-	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" $(ARGS) \
+	| $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra dev --extra nixl \
+	  --generate-hashes --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock" $(ARGS) \
 	  --output-file requirements.lock pyproject.toml - >/dev/null
 
 bench: setup ## Measure against bare criu and the disk (ARGS: see tests/bench)

@@ -88,7 +88,15 @@ install_python_packages() {
   # Wheels only: a source package would fetch build tools that nothing pins.
   "${pip[@]}" install --require-hashes --no-deps --only-binary :all: -r requirements.lock &&
     "${pip[@]}" install --no-deps --no-build-isolation -e . &&
-    "${pip[@]}" check
+    nothing_is_missing "${pip[@]}"
+}
+
+# nothing_is_missing PIP...: pip check finds no fault but the one that is meant: torch, which nixl only asks for.
+nothing_is_missing() {
+  local faults
+  faults=$("$@" check | grep -v -e '^No broken requirements' -e '^nixl-cu12 .* requires torch, which is not' || true)
+  printf '%s' "$faults"
+  [ -z "$faults" ]
 }
 
 install_criu() {
