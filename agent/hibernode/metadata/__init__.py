@@ -1,0 +1,1 @@
+"""The metadata service: it tells the workers of this node which peers hold their weights."""
