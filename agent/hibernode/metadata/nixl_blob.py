@@ -24,7 +24,7 @@ MAX_BACKENDS: Final = 32
 
 MAX_NAME: Final = 128
 LISTENER_MARK: Final = b"NIXLCOMM:"
-"""NIXL's listener splits what it receives at this text, so a blob that holds it cannot be loaded through it."""
+"""NIXL's listener splits what it receives at this text: a blob that holds it cannot pass through one."""
 
 _NAME: Final = re.compile(rb"[A-Za-z0-9._-]{1,%d}" % MAX_NAME)
 _MAGIC: Final = b"nixlSerDes|"
@@ -167,6 +167,6 @@ def too_large(size: int, most: int) -> RefusedError:
 def _malformed(what: str) -> RefusedError:
     return RefusedError(
         f"the NIXL blob cannot be read: {what}",
-        remedy="the worker sends what get_agent_metadata() returned, unchanged; docs/nixl.md names the versions",
+        remedy="the worker sends what get_agent_metadata() returned; docs/nixl.md names the versions",
         reason="BlobMalformed",
     )

@@ -146,7 +146,7 @@ def _verdict(answer: bytes, log: str) -> BlobCheck:
     last = log.strip().rpartition("\n")[2]
     raise HibernodeError(
         f"the blob could not be tried with NIXL: {last or 'the child said nothing'}",
-        remedy="run it as root on a machine with NIXL and an IPv4 interface; docs/nixl.md says what is needed",
+        remedy="run it as root on a machine with an IPv4 interface; docs/nixl.md says what is needed",
         reason="BlobCheckFailed",
         log=log,
     )

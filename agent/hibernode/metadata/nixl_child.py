@@ -21,7 +21,7 @@ from hibernode.host.seccomp import apply
 from hibernode.host.seccomp_profile import load_profile
 
 PACKAGES: Final = ("nixl_cu12", "nixl_cu13", "nixl")
-"""The concrete packages first: the last only picks one of them, by the version of a torch that is not here."""
+"""The concrete packages first: the last only picks one of them, by the version of torch."""
 
 _FILTER: Final = Path(__file__).resolve().parent.parent / "data" / "nixl-check.json"
 _NOBODY: Final = 65534
@@ -49,7 +49,9 @@ def _load(seconds: int) -> dict[str, str]:
     name, api = _find()
     if api is None:
         return {"missing": "no package of " + ", ".join(PACKAGES) + " can be imported"}
-    agent = api.nixl_agent("hibernode-check", api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    agent = api.nixl_agent(
+        "hibernode-check", api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    )
     version = metadata.version(name.replace("_", "-"))
     _confine(seconds)
     blob = sys.stdin.buffer.read()
@@ -76,9 +78,9 @@ def _confine(seconds: int) -> None:
     The filter makes connect() say that it is under way. So NIXL finds every address reachable and goes on,
     and a blob of an agent that has ended loads as well as one of a living agent.
     """
-    empty = tempfile.mkdtemp(prefix="hibernode-check-")
+    empty = Path(tempfile.mkdtemp(prefix="hibernode-check-"))
     os.chdir(empty)
-    os.rmdir(empty)  # nothing can be made in a directory that has no name
+    empty.rmdir()  # nothing can be made in a directory that has no name
     for limit, most in {**_LIMITS, resource.RLIMIT_CPU: seconds}.items():
         hard = resource.getrlimit(limit)[1]
         least = most if hard == resource.RLIM_INFINITY else min(most, hard)
