@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from hibernode import links, seal
+from hibernode import links, recover, seal
 from hibernode.answers import Outcome, Request, Trigger, already_there, failed, sentence
 from hibernode.artifact.layout import ARTIFACT, Artifact
 from hibernode.artifact.manifest import DiffFacts, LinkFacts, Manifest
@@ -49,6 +49,7 @@ from hibernode.host import netlock
 from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, uncut, worker_gone
 from hibernode.preflight import Preflight, preflight, refuse
+from hibernode.recover import Held
 from hibernode.state import StateDir
 from hibernode.worker import STOPPED, WorkerState, note_states, settle, worker_state
 from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
@@ -146,6 +147,13 @@ class Checkpointer:
             if container is not None and container.init != request.process.key:
                 # Of a container all is dumped, whichever of its processes asked.
                 request = dataclasses.replace(request, process=held.enter_context(hold(container)))
+            held.enter_context(self.state.claim(request.process.pid))
+            ours = Held(request.id, request.process.key)
+            found = await uncut(
+                asyncio.to_thread(recover.make_way, self.store, self.state, self.signals, ours)
+            )
+            if found and not request.replace and (present := self._whole(request.id)) is not None:
+                return self.announce(request, already_there(request, present))
             staging = held.enter_context(
                 self.store.stage(request.id, min_free_bytes=self.settings.store.min_free_bytes)
             )
@@ -247,7 +255,7 @@ class Checkpointer:
         args = options.dump_args(
             work.request.process.pid, work.staging.images, chosen, work_dir=work.staging.artifact_path
         )
-        kept = await asyncio.to_thread(links.keep, work.staging, work.preflight)
+        kept = await uncut(asyncio.to_thread(links.keep, work.staging, work.preflight))
         established = work.preflight.tcp == "established"
         with work.journal.timed("criu"):
             try:

@@ -1,8 +1,8 @@
 """``hibernode run``: builds the parts, runs them in one task group, stops cleanly.
 
-The parts are the signal directory's watcher, the queue of jobs, the watch over restored workers, gc on a
-timer, and the server. Each background task is guarded: what fails in it is logged and does not stop the
-others.
+The parts are the signal directory's watcher, the queue of jobs, the watch over restored workers, recovery
+and gc on timers, and the server. Each background task is guarded: what fails in it is logged and does not
+stop the others.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hibernode.events import EventLog
 from hibernode.health import Check, DegradedError, Health, in_thread
 from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics, Reading
+from hibernode.outcome import uncut
 from hibernode.requests import Parts, Requests
 from hibernode.restore import Restorer
 from hibernode.restored import Phase, Restored
@@ -64,6 +65,9 @@ GC_REASONS: Final = {
     "less free than gc.min_free_bytes": "MinFreeBytes",
 }
 """What gc says of a removal, as a label value."""
+
+RECOVER_SECONDS: Final = 15.0
+"""Period of the look for what commands that were killed have left."""
 
 STORE_READING_SECONDS: Final = 15.0
 """How long a reading of the store's sizes is used for scrapes and ``status``."""
@@ -126,6 +130,7 @@ class Agent:
                 ("own ready files", self._own_ready_files),
                 ("restored workers", self._watch_restored),
                 ("gc", self._gc_by_time),
+                ("recovery", self._recover_by_time),
             ):
                 tasks.append(asyncio.create_task(self._guarded(name, work), name=name))
             settings = self.settings
@@ -151,7 +156,11 @@ class Agent:
             self.signals.create()
         except (OSError, HibernodeError) as error:
             log.warning("%s: cannot be made yet: %s", self.signals.path, error)
-        for item in recover.recover(self.store, self.state, self.signals):
+        self._recover()
+
+    def _recover(self, *, this_boot: bool = False) -> None:
+        """Settle what dead agents and commands were in the middle of, and say so."""
+        for item in recover.recover(self.store, self.state, self.signals, this_boot=this_boot):
             text = f"{item.kind} found at step {item.step or 'none'}, {item.ending}: {item.message}"
             log.warning("%s: %s", item.id, text)
             self.event_log.add("Warning", "Recovered", item.id, text)
@@ -229,6 +238,11 @@ class Agent:
                     await asyncio.to_thread(self.requests.say_ended, entry)
                     await asyncio.to_thread(restored.mark_reported, self.state, entry)
             await asyncio.sleep(WATCH_RESTORED_SECONDS)
+
+    async def _recover_by_time(self) -> None:
+        await asyncio.sleep(RECOVER_SECONDS)
+        # To its end: the directories that it works on are closed when we stop.
+        await uncut(asyncio.to_thread(self._recover, this_boot=True))
 
     async def _gc_by_time(self) -> None:
         interval = self.settings.gc.interval_seconds

@@ -60,8 +60,12 @@ class Journal:
         }
 
     def note(self, **facts: Any) -> None:
-        """Add facts that a new agent would need; they are on disk with the next step."""
+        """Add facts that a new agent would need; they are on disk with the next step, or :meth:`write`."""
         self._note.update(facts)
+
+    def write(self) -> None:
+        """Bring to disk what has been noted since the step began."""
+        write_json(self._dir, JOURNAL, self._note)
 
     async def begin(self, step: Step) -> None:
         """Write that ``step`` begins, then pass its fault point."""
@@ -69,7 +73,7 @@ class Journal:
         self._began = time.perf_counter()
         self._note["step"] = step.value
         self._note["steps"][step.value] = time.time()
-        write_json(self._dir, JOURNAL, self._note)
+        self.write()
         await faults.point(f"{self.kind}.{step.value}")
 
     def running(self, step: Step) -> float:

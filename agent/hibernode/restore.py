@@ -21,23 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hibernode import links, restored, shim
+from hibernode import links, recover, restored, shim
 from hibernode.answers import RestoreOutcome, RestoreRequest, answer, restore_failed, sentence
 from hibernode.artifact.layout import Artifact
-from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.store import Store
-from hibernode.compat import PIDS_CHECK, compatibility, host_facts, strictly
 from hibernode.config import Settings
 from hibernode.container import restore as filling
 from hibernode.container import target as targets
-from hibernode.container.gate import container_findings
 from hibernode.container.restore import Applied
 from hibernode.container.target import Target
 from hibernode.criu import diagnose, options
 from hibernode.criu.images import page_files
 from hibernode.criu.runner import JOB_ENV, Criu, clean_env, find_criu
 from hibernode.discovery.containers import Container, find, hold
-from hibernode.discovery.locate import others_with_marker
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import (
     BusyError,
@@ -45,21 +41,20 @@ from hibernode.errors import (
     HibernodeError,
     IntegrityError,
     RefusedError,
+    StorageError,
 )
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, uncut
 from hibernode.preflight import refuse
+from hibernode.recover import Held
+from hibernode.restore_checks import findings, may_ask, settled_findings
 from hibernode.restore_options import connections, inherit, restore_options
 from hibernode.state import StateDir, read_json, write_json
-from hibernode.workload import ERA_A1, CheckpointId, Finding, Verdict
+from hibernode.workload import ERA_A1, CheckpointId, Finding
 
 log = logging.getLogger("hibernode.restore")
-
-PID_TRIES: Final = 40
-PID_SECONDS: Final = 0.05
-"""Two seconds in all for the pids to become free: a worker that was told to end needs that long at most."""
 
 SHIM_SLACK_SECONDS: Final = 30.0
 """The shim has its own deadline on CRIU; this much later it is taken for dead."""
@@ -97,39 +92,49 @@ class Restorer:
     async def run(self, request: RestoreRequest) -> RestoreOutcome:
         """Make one restore and answer for it. Raises nothing but cancellation, which undoes it."""
         started = time.perf_counter()
-        work, outcome = await self._try(request)
-        if work is not None and not outcome.success:
-            outcome = await self._undo(work, outcome)
-        phases = dict(work.journal.phases) if work is not None else {}
-        outcome = dataclasses.replace(outcome, seconds=time.perf_counter() - started, phases=phases)
-        if work is None:
-            return self.announce(request, outcome) if outcome.answered else outcome
-        with work.directory, contextlib.ExitStack() as held:
-            held.push(work.held)
-            if work.process is not None:
-                held.enter_context(work.process)
+        # Until it is answered nobody else may take it for a dead one's.
+        with contextlib.ExitStack() as held:
+            work, outcome = await self._try(request, held)
+            if work is not None and not outcome.success:
+                outcome = await self._undo(work, outcome)
+            phases = dict(work.journal.phases) if work is not None else {}
+            outcome = dataclasses.replace(outcome, seconds=time.perf_counter() - started, phases=phases)
+            if not outcome.answered:  # somebody else is at it: it is asked again
+                if work is not None:
+                    await self._enter(work, Step.DONE)
+                return outcome
+            if work is None:
+                return self.announce(request, outcome)
             work.journal.note(error="" if outcome.success else sentence(outcome))
-            with contextlib.suppress(OSError):
-                await work.journal.begin(Step.ANNOUNCE)
+            await self._enter(work, Step.ANNOUNCE)
             outcome = self.announce(request, outcome)
             if outcome.answered:
-                with contextlib.suppress(OSError):
-                    await work.journal.begin(Step.DONE)
-        return outcome
+                await self._enter(work, Step.DONE)
+            return outcome
 
-    async def _try(self, request: RestoreRequest) -> tuple[_Work | None, RestoreOutcome]:
-        """Run the steps; whatever ends them becomes an outcome, but for a cancellation."""
+    @staticmethod
+    async def _enter(work: _Work, step: Step) -> None:
+        """Write a last step down; a disk that breaks does not change what has happened."""
+        with contextlib.suppress(OSError, StorageError):
+            await work.journal.begin(step)
+
+    async def _try(
+        self, request: RestoreRequest, held: contextlib.ExitStack
+    ) -> tuple[_Work | None, RestoreOutcome]:
+        """Run the steps; whatever ends them becomes an outcome, but for a cancellation.
+
+        What must be kept to the end, the locks among it, goes into ``held``.
+        """
         work: _Work | None = None
         try:
-            with self.store.lock(request.id):
-                work = self._begin(request)
-                return work, await self._steps(work)
+            held.enter_context(self.store.lock(request.id))
+            work = self._begin(request, held)
+            return work, await self._steps(work)
         except BusyError as error:
             return work, restore_failed(request, error, answered=False)
         except asyncio.CancelledError:
-            if work is not None and work.process is not None:
-                with work.held:
-                    await uncut(asyncio.to_thread(self._give_back, work, work.process))
+            if work is not None:
+                await uncut(asyncio.to_thread(self._settle, work))
             raise
         except Exception as error:
             if not isinstance(error, (HibernodeError, OSError)):
@@ -138,12 +143,20 @@ class Restorer:
             step = str(work.journal.step or "") if work else ""
             return work, restore_failed(request, as_ours(error), directory=directory, step=step)
 
-    def _begin(self, request: RestoreRequest) -> _Work:
+    def _settle(self, work: _Work) -> None:
+        """Leave nothing of a restore that was cut off, as if somebody else had found it."""
+        try:
+            recover.settle(self.state, self.signals, work.directory.path.name)
+        except (OSError, HibernodeError) as error:
+            log.error("%s: what was begun cannot be undone now: %s", work.request.id, error)  # noqa: TRY400
+
+    def _begin(self, request: RestoreRequest, held: contextlib.ExitStack) -> _Work:
         restored.forget_old(self.state)
         job = uuid.uuid4().hex
         directory = self.state.restores_dir.subdir(f"{request.id}.{job}", create=True)
+        held.enter_context(directory)
         facts = {"id": str(request.id), "uuid": job, "announce": request.announce}
-        return _Work(request, job, directory, Journal(directory, "restore", facts))
+        return _Work(request, job, directory, Journal(directory, "restore", facts), held)
 
     async def _steps(self, work: _Work) -> RestoreOutcome:
         request, journal = work.request, work.journal
@@ -151,7 +164,7 @@ class Restorer:
         await self._step(work, Step.VERIFY)
         with journal.timed("verify"):
             artifact = self.store.get(request.id, request.version or None)
-            container = await asyncio.to_thread(self._hold, work)
+            container = await uncut(asyncio.to_thread(self._hold, work))
             await self._verify(artifact, digests=request.digests or self.settings.restore.verify == "digests")
             may_ask(request, artifact.manifest)
         await self._step(work, Step.COMPATIBILITY)
@@ -160,7 +173,8 @@ class Restorer:
             target: Target | None = None
             if container is not None and work.process is not None:
                 target = await asyncio.to_thread(targets.look, container, work.process)
-            refuse(await self._settled_findings(artifact.manifest, criu, request, target))
+            strict = request.strict or self.settings.restore.strict
+            refuse(await settled_findings(artifact.manifest, criu, request.id, target, strict=strict))
         await self._step(work, Step.PREPARE)
         with journal.timed("prepare"):
             self._clear_signals(request.id)
@@ -185,13 +199,10 @@ class Restorer:
         if state.get("not_held_back"):
             log.warning("%s: connections were not held back: %s", request.id, state["not_held_back"])
         if state.get("phase") == "exited" and state.get("exit_code") != 0:
-            how = (
-                f"exit code {state['exit_code']}"
-                if "exit_code" in state
-                else f"signal {state.get('exit_signal')}"
-            )
+            ends = {"exit_code": "exit code", "exit_signal": "signal"}
+            how = "".join(f"{word} {state[key]}" for key, word in ends.items() if key in state)
             raise CriuError(
-                f"{request.id} was restored and ended at once, {how}",
+                f"{request.id} was restored and ended at once, {how or 'nobody knows how'}",
                 remedy="the worker itself ended: look at its output and at what it needs from outside",
                 reason="WorkerEndedAtOnce",
             )
@@ -209,23 +220,35 @@ class Restorer:
         )
 
     def _hold(self, work: _Work) -> Container | None:
-        """Find and hold the container that is asked for; from here on it is told of a refusal."""
+        """Find and hold the container that is asked for; from here on it is told of a refusal.
+
+        What a dead one has left in it, or of this id, is settled first: later it would be taken for ours.
+        """
+        held = Held(work.request.id, None, work.directory.path.name)
         if not work.request.into:
+            recover.make_way(self.store, self.state, self.signals, held)
             return None
         container = find(work.request.into).container
-        process = hold(container)
+        process = work.held.enter_context(hold(container))
+        work.held.enter_context(self.state.claim(process.pid))
+        held = dataclasses.replace(held, root=process.key)
+        # On disk before: who settles sees that somebody is waiting for the container.
+        work.journal.note(target={"pid": process.pid, "start_ticks": process.key.start_ticks})
+        work.journal.write()
+        recover.make_way(self.store, self.state, self.signals, held)
         try:
-            work.held.enter_context(self.state.claim(process.pid))
-        except BusyError:
-            process.close()
+            recover.see_clean(self.state, held)
+        except RefusedError:
+            filling.say_failed(process)
             raise
         work.process = process
-        work.journal.note(target={"pid": process.pid, "start_ticks": process.key.start_ticks})
         return container
 
     async def _fill(self, work: _Work, artifact: Artifact, target: Target) -> None:
         """Bring the worker's files into the container; from here on there is something to undo."""
         work.applied = filling.planned(artifact.manifest)
+        key = target.process.key
+        work.journal.note(target={"pid": key.pid, "start_ticks": key.start_ticks, "comm": target.comm})
         work.journal.note(applied=[dataclasses.asdict(entry) for entry in work.applied])
         await work.journal.begin(Step.ROOTFS)
         with work.journal.timed("rootfs"):
@@ -240,12 +263,16 @@ class Restorer:
 
     def _give_back(self, work: _Work, process: Process) -> str:
         """Bring the container's files back, unless the worker runs in it; says how it is now."""
-        note = read_json(work.directory, "state.json") or {}
-        if note.get("phase") == restored.Phase.RUNNING:
+        phase = (read_json(work.directory, "state.json") or {}).get("phase")
+        if phase == restored.Phase.RUNNING:
             return "the worker runs"  # it was too late to take it back
+        if phase == restored.Phase.EXITED:
+            filling.forget_undo(work.directory, work.applied)
+            return "the container ends with it"
         problems = filling.undo_files(process, work.directory, work.applied)
         if not process.alive():
             return "the container has ended"
+        work.journal.note(dirty="; ".join(problems))
         filling.say_failed(process)
         return f"not undone: {'; '.join(problems)}" if problems else "the container is as it was"
 
@@ -263,7 +290,10 @@ class Restorer:
             if request.into:
                 container = find(request.into).container
                 target = targets.look(container, held.enter_context(hold(container)))
-            findings = await asyncio.to_thread(self._findings, artifact.manifest, criu, request, target)
+            strict = request.strict or self.settings.restore.strict
+            rows = await asyncio.to_thread(
+                findings, artifact.manifest, criu, request.id, target, strict=strict
+            )
             chosen = restore_options(artifact.manifest, self.settings, Path(), target)
         args = options.restore_args(
             artifact.path / "images",
@@ -271,7 +301,7 @@ class Restorer:
             chosen,
             work_dir=Path(),
         )
-        return Plan(artifact, findings, [*criu.argv, *args])
+        return Plan(artifact, rows, [*criu.argv, *args])
 
     # the steps ----------------------------------------------------------------------------------------
 
@@ -284,29 +314,6 @@ class Restorer:
                 f"{artifact.manifest.id}: the artifact is not whole: {named}",
                 remedy=f"take it again; 'hibernode verify {artifact.manifest.id}' lists the files",
             )
-
-    def _findings(
-        self, manifest: Manifest, criu: Criu, request: RestoreRequest, target: Target | None
-    ) -> list[Finding]:
-        facts = host_facts(manifest, criu.version)
-        rows = container_findings(manifest, target)
-        if target is None:
-            rows += _marker_row(manifest, request.id)
-        else:
-            facts = targets.seen_from(manifest, target, facts)
-        rows = [*compatibility(manifest, facts), *rows]
-        return strictly(rows) if request.strict or self.settings.restore.strict else rows
-
-    async def _settled_findings(
-        self, manifest: Manifest, criu: Criu, request: RestoreRequest, target: Target | None
-    ) -> list[Finding]:
-        """Compare, and give the dumped worker a moment to be gone: who asks at once finds it ending."""
-        for _ in range(PID_TRIES):
-            findings = await asyncio.to_thread(self._findings, manifest, criu, request, target)
-            if [row.check for row in findings if row.verdict is Verdict.FAIL] != [PIDS_CHECK]:
-                break
-            await asyncio.sleep(PID_SECONDS)
-        return findings
 
     def _check_attempts(self, request: RestoreRequest) -> None:
         """Stop asking again when restores of this id keep ending the agent itself."""
@@ -385,7 +392,7 @@ class Restorer:
                 line = await reader.readline()
         except BaseException:
             # A restore that nobody waits for any more is undone: the shim ends CRIU's tree with itself.
-            await asyncio.shield(asyncio.to_thread(restored.undo, work.directory))
+            await uncut(asyncio.to_thread(restored.undo, work.directory))
             raise
         finally:
             transport.close()
@@ -441,39 +448,6 @@ class _Work:
     uuid: str
     directory: Dir
     journal: Journal
+    held: contextlib.ExitStack
     process: Process | None = None
     applied: list[Applied] = field(default_factory=list)
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-
-def _marker_row(manifest: Manifest, id_: CheckpointId) -> list[Finding]:
-    """See that no other worker would take the marker for its own and believe that it was restored."""
-    marker = manifest.contract.restore_marker
-    if not marker:
-        return []
-    others = others_with_marker(marker, id_, ERA_A1)
-    pids = ", ".join(str(pid) for pid in others[:8])
-    return [
-        Finding(
-            "restore.marker",
-            Verdict.FAIL if others else Verdict.OK,
-            f"{marker} is this worker's alone",
-            f"pids {pids} of other ids look at it too" if others else "it is",
-            f"start each worker with a {ERA_A1.env_restore_marker} of its own" if others else "",
-            "MarkerShared" if others else "",
-        )
-    ]
-
-
-def may_ask(request: RestoreRequest, manifest: Manifest) -> None:
-    """Let only root and the worker's own user ask for its restore through the signal directory.
-
-    :raises RefusedError: the request's file belongs to somebody else.
-    """
-    uid = request.requester_uid
-    if uid is not None and uid not in (0, manifest.process.uids[0]):
-        raise RefusedError(
-            f"{request.id}: uid {uid} asked for the restore of a worker of uid {manifest.process.uids[0]}",
-            remedy="root or the worker's own user must write the restore file",
-            reason="WrongOwner",
-        )

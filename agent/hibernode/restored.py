@@ -19,6 +19,7 @@ from hibernode.host import procfs
 from hibernode.host.safefs import Dir
 from hibernode.journal import JOURNAL, Step, read_journal
 from hibernode.state import StateDir, read_json, write_json
+from hibernode.worker import noted_key
 from hibernode.workload import CheckpointId, ProcessKey
 
 log = logging.getLogger("hibernode.restored")
@@ -26,14 +27,14 @@ log = logging.getLogger("hibernode.restored")
 KEEP_RESTORES: Final = 20
 """Ended restores kept on disk for ``hibernode logs``, over all ids."""
 
-CLOCK_SLACK_SECONDS: Final = 0.05
-"""Start times have a resolution of one clock tick, 10 ms."""
-
 END_SECONDS: Final = 10.0
 """How long a shim that was told to end may take before it is killed."""
 
 
 WAIT_SECONDS: Final = 0.05
+
+UNDONE: Final = "undone"
+"""A file in a restore's directory: a shim that finds it when it begins, ends."""
 
 
 class Phase(StrEnum):
@@ -52,6 +53,7 @@ class Restored:
     """One restore on disk. ``key`` is the worker's root once there is one; ``target`` the container's init.
 
     ``exit_code`` and ``exit_signal`` are both None while it runs and also when nobody knows (LOST).
+    ``dirty`` says what of the container could not be brought back when the restore was undone.
     """
 
     id: CheckpointId
@@ -67,6 +69,7 @@ class Restored:
     exit_signal: int | None = None
     reported: bool = False
     target: ProcessKey | None = None
+    dirty: str = ""
 
 
 def restores(state: StateDir) -> list[Restored]:
@@ -111,15 +114,9 @@ def _read(name: str, directory: Dir) -> Restored:
         exit_code=note.get("exit_code"),
         exit_signal=note.get("exit_signal"),
         reported=bool(journal.get("end_reported")),
-        target=_target(journal),
+        target=noted_key(journal.get("target")),
+        dirty=str(journal.get("dirty", "")),
     )
-
-
-def _target(journal: dict[str, Any]) -> ProcessKey | None:
-    try:
-        return ProcessKey(int(journal["target"]["pid"]), int(journal["target"]["start_ticks"]))
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def targets(state: StateDir) -> set[ProcessKey]:
@@ -143,7 +140,7 @@ def locked(directory: Dir) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two that only look do not take each other for it
     except BlockingIOError:
         return True
     finally:
@@ -154,27 +151,39 @@ def locked(directory: Dir) -> bool:
 def undo(directory: Dir) -> None:
     """End a restore that has not finished: the shim, CRIU and whatever half a tree there is.
 
+    A shim that has not begun will not. One that has a worker by now is left alone: it came too late for that.
     The shim ends what CRIU leaves. One that does not end in time is killed, and CRIU with it, since it
     is to die with its parent; tasks that CRIU had forked by then still carry the job's mark.
     """
     name = directory.path.name
-    note = read_json(directory, "state.json") or {}
-    shim_pid = int(note.get("shim_pid") or 0)
+    with contextlib.suppress(OSError):  # on a full disk we can only hope that the shim has begun
+        directory.write_atomic(UNDONE, b"", 0o600, sync=False)
     deadline = time.monotonic() + END_SECONDS
     kill_leftovers(name.partition(".")[2])
-    while locked(directory) and time.monotonic() < deadline:
+    while locked(directory) and not _restored(directory) and time.monotonic() < deadline:
         time.sleep(0.02)
         kill_leftovers(name.partition(".")[2])  # the shim may have been just about to start it
-    if shim_pid and locked(directory):
-        log.warning("%s: the shim, pid %d, does not end and is killed", name, shim_pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(shim_pid, signal.SIGKILL)
-        kill_leftovers(name.partition(".")[2])
+    shim_pid = int((read_json(directory, "state.json") or {}).get("shim_pid") or 0)
+    with contextlib.suppress(ProcessLookupError), procfs.Process.open(shim_pid) as shim:
+        if locked(directory) and not _restored(directory):  # looked at while the shim is held by its pidfd
+            log.warning("%s: the shim, pid %d, does not end and is killed", name, shim_pid)
+            shim.send_signal(signal.SIGKILL)
+            kill_leftovers(name.partition(".")[2])
+
+
+def _restored(directory: Dir) -> bool:
+    """Whether it has come too late: there is a worker, or there was one."""
+    phase = (read_json(directory, "state.json") or {}).get("phase")
+    return phase in (Phase.RUNNING, Phase.EXITED)
 
 
 def forget_old(state: StateDir) -> None:
-    """Remove the oldest ended restores beyond :data:`KEEP_RESTORES`."""
-    ended = [entry for entry in restores(state) if not entry.shim_alive and entry.phase is not Phase.RUNNING]
+    """Remove the oldest ended restores beyond :data:`KEEP_RESTORES`, but none that is still to be undone."""
+    ended = [
+        entry
+        for entry in restores(state)
+        if not entry.shim_alive and entry.phase is not Phase.RUNNING and entry.step == Step.DONE
+    ]
     for entry in ended[: max(0, len(ended) - KEEP_RESTORES)]:
         state.restores_dir.remove_tree(entry.name)
 
@@ -195,27 +204,18 @@ def end_of(entry: Restored) -> dict[str, int]:
     return {}
 
 
-def end_half_tree(journal: dict[str, Any]) -> list[int]:
-    """End the tasks that a killed CRIU had forked and that no longer carry its mark.
-
-    A task may already have the worker's memory, and with it the worker's environment, when CRIU dies; it
-    then waits for ever for CRIU's word. It is known by its pid, which CRIU gave it, and by its start
-    after this restore began. Called only when the shim and CRIU are gone and no worker was reported.
-    """
-    began = float(journal.get("started_at") or 0.0)
-    ended: list[int] = []
-    for pid in journal.get("pids") or ():
-        with contextlib.suppress(ProcessLookupError, OSError, TypeError):
-            stat = procfs.read_stat(int(pid))
-            if began and procfs.start_time(stat.start_ticks) >= began - CLOCK_SLACK_SECONDS:
-                os.kill(stat.pid, signal.SIGKILL)
-                ended.append(stat.pid)
-    return ended
-
-
 def finish(directory: Dir, journal: dict[str, Any]) -> None:
     """Write that there is nothing left to do for this restore."""
     write_json(directory, JOURNAL, {**journal, "step": Step.DONE.value})
+
+
+def shell_code(state: StateDir, directory: str) -> int | None:
+    """Give the worker's exit code as a shell would; None where there is no worker or its end is not known."""
+    return _shell_code(read(state, directory.rpartition("/")[2])) if directory else None
+
+
+def _shell_code(entry: Restored) -> int | None:
+    return entry.exit_code if entry.exit_signal is None else 128 + entry.exit_signal
 
 
 def wait_for_end(state: StateDir, directory: str) -> int:
@@ -226,10 +226,9 @@ def wait_for_end(state: StateDir, directory: str) -> int:
     name = directory.rpartition("/")[2]
     while True:
         entry = read(state, name)
-        if entry.exit_code is not None:
-            return entry.exit_code
-        if entry.exit_signal is not None:
-            return 128 + entry.exit_signal
+        code = _shell_code(entry)
+        if code is not None:
+            return code
         if entry.phase is not Phase.RUNNING:
             raise HibernodeError(
                 f"{entry.id}: the worker has ended and nobody knows how: its shim was killed",

@@ -132,11 +132,12 @@ class StateDir:
 
     @contextmanager
     def claim(self, pid: int) -> Iterator[None]:
-        """Have a container, by its init's pid, for one restore alone, also of several ids.
+        """Have a container, by its init's pid, or a worker, by its root's, for one piece of work alone.
 
-        One file with a byte a pid: a lock on it belongs to the open file and ends with it.
+        That is a dump, a restore, or the settling of what a dead one has left; also of several ids. One file
+        with a byte a pid: a lock on it belongs to the open file and ends with it.
 
-        :raises BusyError: another restore has it.
+        :raises BusyError: another has it.
         """
         fd = os.open(
             CLAIMS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.root.fd
@@ -148,7 +149,7 @@ class StateDir:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
             except BlockingIOError:
                 raise BusyError(
-                    f"another restore into the container of pid {pid} is under way",
+                    f"another dump or restore is at work on pid {pid}",
                     remedy="wait for it, or name another container",
                 ) from None
             yield

@@ -1,4 +1,4 @@
-"""The worker's tree around a dump: as it was before, so after.
+"""The worker's tree around a dump: as it was before, so after; and half a tree after a restore: ended.
 
 CRIU stops every task by ptrace and puts it back itself, also when it fails. What is here is for the CRIU
 that could not: killed, hung, out of memory.
@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ log = logging.getLogger("hibernode.worker")
 
 SETTLE_SECONDS: Final = 5.0
 """A task that CRIU had stopped runs again within milliseconds of CRIU's end; a busy node takes longer."""
+
+MAX_PIDS: Final = 1 << 22
+"""PID_MAX_LIMIT of linux/threads.h: no pid is as large."""
 
 STOPPED: Final = frozenset("Tt")
 
@@ -81,6 +85,23 @@ def note_states(states: dict[ProcessKey, WorkerState]) -> dict[str, object]:
     return {"stopped_before": [key.pid for key, state in states.items() if state.state in STOPPED]}
 
 
+def noted_key(note: Any) -> ProcessKey | None:
+    """Read which process a note of ours names; None when it names none, or is damaged."""
+    try:
+        pid, ticks = int(note["pid"]), int(note["start_ticks"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return ProcessKey(pid, ticks) if 0 < pid < MAX_PIDS else None
+
+
+def noted_time(note: Any) -> float:
+    """Read a time of a note, in seconds since 1970; now, if it is none."""
+    try:
+        return float(note)
+    except (TypeError, ValueError, OverflowError):
+        return time.time()
+
+
 def noted_worker(journal: dict[str, Any]) -> int | None:
     """Return the pid of the worker that a dead agent was dumping, if that very process still lives."""
     try:
@@ -106,3 +127,26 @@ def settle_from_note(journal: dict[str, Any]) -> bool:
         }
         settle(process, before)
         return process.alive()
+
+
+def end_since(pids: Iterable[int], began: float, spared: Callable[[], Collection[int]] = tuple) -> list[int]:
+    """Kill those of the processes ``pids`` that started after ``began``, in seconds since 1970; returns them.
+
+    Each is held by its pidfd before its start is looked at, so that no later process with its number is
+    meant. ``spared`` is asked for pids to leave alone when all of them are held.
+    """
+    with contextlib.ExitStack() as held:
+        young: list[Process] = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                process = held.enter_context(Process.open(pid))
+                if procfs.start_time(process.key.start_ticks) >= began - procfs.CLOCK_SLACK_SECONDS:
+                    young.append(process)
+        others = spared() if young else ()
+        ended: list[int] = []
+        for process in young:
+            if process.pid not in others:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGKILL)
+                    ended.append(process.pid)
+    return ended

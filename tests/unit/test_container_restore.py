@@ -312,7 +312,7 @@ def noted(place: Place, **changes: Any) -> dict[str, Any]:
 def test_a_dead_agents_restore_is_undone_from_its_journal(place: Place) -> None:
     """The container is as it was, and that is said."""
     place.apply()
-    assert filling.undo_noted(noted(place), place.directory) == "its container is as it was"
+    assert filling.undo_noted(noted(place), place.directory) == ("its container is as it was", [])
     assert place.files() == BEFORE
 
 
@@ -343,7 +343,7 @@ def test_a_journal_that_names_no_container_changes_nothing(
 ) -> None:
     """A note that was damaged, or whose container is another process by now."""
     with Dir.open(tmp_path / "restore", create=True, mode=0o700) as directory:
-        assert filling.undo_noted(journal, directory) == said
+        assert filling.undo_noted(journal, directory) == (said, [])
 
 
 @pytest.mark.parametrize(
@@ -366,19 +366,25 @@ def test_a_journal_that_names_no_container_changes_nothing(
 def test_a_damaged_note_does_not_stop_a_new_agent(place: Place, changes: dict[str, Any]) -> None:
     """It says something, raises nothing, and what it cannot read it does not do."""
     before = place.files()
-    assert filling.undo_noted(noted(place, **changes), place.directory)
+    assert filling.undo_noted(noted(place, **changes), place.directory)[0]
     assert place.files() == before
     assert place.process.alive()
 
 
 def test_only_what_came_with_the_restore_is_ended(tmp_path: Path) -> None:
     """The container's init stays, and so does what is older than the restore."""
-    setup = SLEEPS.format(1000)
-    with box(tmp_path, setup) as pid, Process.open(pid) as process:
+    (tmp_path / "root").mkdir()
+    with (
+        box(tmp_path / "root", SLEEPS.format(1000)) as pid,
+        Process.open(pid) as process,
+        Dir.open(tmp_path / "restore", create=True, mode=0o700) as directory,
+    ):
         (other,) = [stat for stat in procfs.tree(pid) if stat.pid != pid]
         began = procfs.start_time(other.start_ticks)
-        assert filling.end_half_tree(process, began + 1) == []
-        assert filling.end_half_tree(process, began) == [other.pid]
+        journal = {"target": {"pid": pid, "start_ticks": process.key.start_ticks}, "applied": []}
+        assert filling.undo_noted({**journal, "started_at": began + 1}, directory)[1] == []
+        assert procfs.read_stat(other.pid).state not in "ZX"
+        assert filling.undo_noted({**journal, "started_at": began}, directory)[1] == []
         while procfs.read_stat(other.pid).state != "Z":
             time.sleep(0.001)
         assert process.alive()
@@ -394,6 +400,6 @@ def test_a_container_that_no_gate_has_seen_is_left_alone(tmp_path: Path) -> None
         Dir.open(tmp_path / "restore", create=True, mode=0o700) as directory,
     ):
         journal = {"target": {"pid": pid, "start_ticks": process.key.start_ticks}, "started_at": 0.0}
-        assert filling.undo_noted(journal, directory) == "its container was not touched"
+        assert filling.undo_noted(journal, directory) == ("its container was not touched", [])
         (other,) = [stat for stat in procfs.tree(pid) if stat.pid != pid]
         assert other.state not in "ZX"

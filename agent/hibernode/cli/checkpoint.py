@@ -9,6 +9,7 @@ import click
 
 from hibernode.cli.common import (
     ID,
+    NAME,
     failed,
     finding_data,
     finding_table,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--pid", type=click.IntRange(min=2), help="Root of the process tree to freeze.")
 @click.option(
     "--container",
-    default="",
+    type=NAME,
     metavar="CONTAINER",
     help="The container to freeze: id, at least 8 digits of it, name, or pod uid.",
 )
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 def checkpoint_command(
     context: Context,
     pid: int | None,
-    container: str,
+    container: str | None,
     id_: CheckpointId | None,
     leave: str | None,
     *,
@@ -86,15 +87,15 @@ def checkpoint_command(
             _run(settings, process, chosen, contract_of(environ, ERA_A1), output, replace=replace)
 
 
-def _named(pid: int | None, container: str) -> Process:
+def _named(pid: int | None, container: str | None) -> Process:
     """Hold the root of the tree that is meant."""
     from hibernode.discovery.containers import container_of, find, hold
 
-    if (pid is None) == (not container):
+    if (pid is None) == (container is None):
         raise UsageError(
             "nothing or too much is named to be frozen", remedy="give either --pid or --container"
         )
-    if container:
+    if container is not None:
         found = find(container)
         for sidecar in found.sidecars:
             click.echo(

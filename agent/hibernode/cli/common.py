@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -57,6 +59,32 @@ class IdType(click.ParamType[CheckpointId]):
 ID = IdType()
 
 
+class NameType(click.ParamType[str]):
+    """A name on the command line; a variable that was empty is no name, and does not stand for no option."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Take any text but a blank one."""
+        if not str(value).strip():
+            self.fail("it is empty", param, ctx)
+        return str(value)
+
+
+class PathType(click.Path):
+    """A path on the command line; an empty one does not stand for the current directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Take any text but an empty one."""
+        if not os.fspath(value):
+            self.fail("it is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+NAME = NameType()
+PATH = PathType(path_type=Path)
+
+
 def open_store(settings: Settings) -> Store:
     """Open the store; a missing one is made, private."""
     from hibernode.artifact.store import Store
@@ -106,11 +134,37 @@ def open_signals(settings: Settings) -> SignalDir | None:
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run one coroutine; Ctrl-C cancels it, so that it can undo itself."""
+    """Run one coroutine; Ctrl-C, SIGTERM and SIGHUP cancel it, so that it can undo itself.
+
+    :raises HibernodeError: a signal has ended it; the exit code is 128 and the signal's number.
+    """
     import asyncio
+    import signal
+
+    got: list[signal.Signals] = []
+
+    async def stoppable() -> T:
+        task = asyncio.ensure_future(work())
+
+        def stop(number: signal.Signals) -> None:
+            got.append(number)
+            if len(got) == 1:  # what undoes it is not to be cut off by the next one
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1)
+                asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        return await task
 
     with asyncio.Runner() as runner:
-        return runner.run(work())
+        try:
+            return runner.run(stoppable())
+        except asyncio.CancelledError:
+            error = HibernodeError(
+                f"interrupted by {got[0].name}", remedy="what had been begun is undone", reason="Interrupted"
+            )
+            error.exit_code = 128 + got[0]  # type: ignore[misc]  # its own code shadows the class's
+            raise error from None
 
 
 def finding_table(findings: Iterable[Finding]) -> str:

@@ -45,6 +45,7 @@ def gc_command(context: Context, output: str, *, dry_run: bool) -> None:
 
 def _recover(settings: Settings, store: Store, *, dry_run: bool) -> list[dict[str, str]]:
     from hibernode.recover import recover_dumps
+    from hibernode.state import StateDir
 
     if dry_run:
         return [
@@ -54,7 +55,7 @@ def _recover(settings: Settings, store: Store, *, dry_run: bool) -> list[dict[st
         ]
     return [
         {"id": item.id, "ending": item.ending.value, "message": item.message}
-        for item in recover_dumps(store, open_signals(settings))
+        for item in recover_dumps(store, StateDir.open(settings.state_dir), open_signals(settings))
     ]
 
 

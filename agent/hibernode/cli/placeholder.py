@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from hibernode.cli.common import PATH
 from hibernode.cli.output import emit, output_option
 
 
@@ -17,7 +18,7 @@ from hibernode.cli.output import emit, output_option
 @click.option(
     "--install",
     "directory",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="DIR",
     help="Run nothing; copy the program to DIR/hibernode-placeholder, for pods to mount.",
 )

@@ -9,6 +9,7 @@ import click
 
 from hibernode.cli.common import (
     ID,
+    NAME,
     failed,
     finding_data,
     finding_table,
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 @click.command("restore")
 @click.argument("id_", metavar="ID", type=ID)
 @click.option(
-    "--version", default="", metavar="UUID", help="An older artifact of this id; see 'hibernode list'."
+    "--version", type=NAME, metavar="UUID", help="An older artifact of this id; see 'hibernode list'."
 )
 @click.option(
     "--into",
-    default="",
+    type=NAME,
     metavar="CONTAINER",
     help="The container that takes the worker: id, at least 8 digits of it, name, or pod uid.",
 )
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 def restore_command(
     context: Context,
     id_: CheckpointId,
-    version: str,
-    into: str,
+    version: str | None,
+    into: str | None,
     output: str,
     *,
     digests: bool,
@@ -67,12 +68,13 @@ def restore_command(
     from hibernode.answers import RestoreRequest
     from hibernode.host.cgroups import see_whole
     from hibernode.restore import Restorer
+    from hibernode.restored import shell_code, wait_for_end
     from hibernode.state import StateDir
 
     see_whole()
     settings = context.load().settings
     state = StateDir.open(settings.state_dir)
-    request = RestoreRequest(id_, version=version, digests=digests, strict=strict, into=into)
+    request = RestoreRequest(id_, version=version or "", digests=digests, strict=strict, into=into or "")
     with Progress(f"restore {id_}") as progress:
         restorer = Restorer(
             settings,
@@ -89,12 +91,11 @@ def restore_command(
     note_event(settings, *event, id_, f"by hand: {outcome.reason}: {outcome.message}")
     if not outcome.success:
         error = HibernodeError(outcome.message, remedy=outcome.remedy, reason=outcome.reason)
-        error.exit_code = outcome.exit_code  # type: ignore[misc]  # an instance's own code shadows the class's
+        worker = shell_code(state, outcome.directory) if wait else None
+        error.exit_code = worker or outcome.exit_code  # type: ignore[misc]  # its own shadows the class's
         raise error
     _show(outcome, output)
     if wait:
-        from hibernode.restored import wait_for_end
-
         sys.exit(wait_for_end(state, outcome.directory))
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Final
 
 import click
 
+from hibernode.cli.common import PATH
 from hibernode.cli.output import emit, output_option, table
 from hibernode.errors import CheckFailedError, NotFoundError
 
@@ -36,7 +37,7 @@ def seccomp_command() -> None:
 
 
 @seccomp_command.command("exec", context_settings={"allow_interspersed_args": False})
-@click.option("--profile", type=click.Path(path_type=Path), help="Another profile (OCI JSON).")
+@click.option("--profile", type=PATH, help="Another profile (OCI JSON).")
 @click.option("--allow-new-privileges", is_flag=True, help="Leave no_new_privs off; needs CAP_SYS_ADMIN.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def exec_command(profile: Path | None, command: tuple[str, ...], *, allow_new_privileges: bool) -> None:
@@ -124,7 +125,7 @@ def _file_name(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
 
 
 @seccomp_command.command("install")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=PATH)
 @click.option(
     "--name", default="block-iouring.json", show_default=True, callback=_file_name, help="The file's name."
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hibernode.cli.common import ID, open_store, run_async
+from hibernode.cli.common import ID, NAME, open_store, run_async
 from hibernode.cli.main import Context
 from hibernode.cli.output import Progress, age, emit, human_bytes, human_seconds, output_option, table
 from hibernode.errors import IntegrityError, UsageError
@@ -70,12 +70,12 @@ def list_command(context: Context, state: str | None, sort: str, output: str) ->
 
 @click.command("inspect")
 @click.argument("id_", metavar="ID", type=ID)
-@click.option("--version", default="", metavar="UUID", help="An older artifact of this id.")
+@click.option("--version", type=NAME, metavar="UUID", help="An older artifact of this id.")
 @output_option
 @click.pass_obj
-def inspect_command(context: Context, id_: CheckpointId, version: str, output: str) -> None:
+def inspect_command(context: Context, id_: CheckpointId, version: str | None, output: str) -> None:
     """Show all about one checkpoint: worker, machine, process tree, files, phase times."""
-    artifact = open_store(context.load().settings).get(id_, version or None)
+    artifact = open_store(context.load().settings).get(id_, version)
     data = {
         "path": str(artifact.path),
         "pinned": artifact.pinned,

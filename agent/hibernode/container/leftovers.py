@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from hibernode.errors import HibernodeError
 from hibernode.host import inroot
+from hibernode.host.procfs import CLOCK_SLACK_SECONDS
 from hibernode.host.safefs import Dir
 
 log = logging.getLogger("hibernode.container")
@@ -24,8 +25,6 @@ MARKER: Final = b"restored\n"
 """What the shim writes into a restore marker."""
 
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
-CLOCK_SLACK_SECONDS: Final = 0.05
-"""Change times come from a clock that stands still for up to one tick, 10 ms."""
 
 
 def remove_put_roots(pid: int) -> None:
@@ -43,7 +42,7 @@ def remove_marker(pid: int, marker: Any, began: float) -> None:
     """Remove the restore marker that a shim which was killed has left, as ``pid`` sees files.
 
     ``marker`` is that of the shim's ``spec.json``. What was there before ``began``, in seconds since 1970, or
-    is not as the shim writes it, is the container's own.
+    is not as the shim writes it, is not ours.
     """
     if not isinstance(marker, dict):
         return
@@ -54,6 +53,7 @@ def remove_marker(pid: int, marker: Any, began: float) -> None:
     ):
         directory = Dir(fd, Path(path.parent))
         found = directory.read(path.name, len(MARKER))
-        if found.data == MARKER and found.stat.st_ctime >= began - CLOCK_SLACK_SECONDS:
+        ours = found.data == MARKER and found.stat.st_uid == marker.get("uid")
+        if ours and found.stat.st_ctime >= began - CLOCK_SLACK_SECONDS:
             directory.unlink(path.name)
             log.debug("pid %d: the restore marker %s is removed", pid, path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,13 +21,11 @@ from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.shim_placeholder import FAILED, recognise, tell
 from hibernode.state import read_json
+from hibernode.worker import end_since, noted_key, noted_time
 
 log = logging.getLogger("hibernode.container")
 
 UNDO_SUFFIX: Final = ".undo"
-CLOCK_SLACK_SECONDS: Final = 0.05
-"""Start times have a resolution of one clock tick, 10 ms."""
-
 STDIO: Final = {1: "stdout", 2: "stderr"}
 
 
@@ -100,7 +96,10 @@ def _opened(pid: int, mount_point: str) -> Iterator[int]:
 
 
 def undo_files(process: Process, directory: Dir, applied: Iterable[Applied]) -> list[str]:
-    """Bring the container's files back to what they were; says what could not be, in sentences."""
+    """Bring the container's files back to what they were; says what could not be, in sentences.
+
+    What has undone something is removed, so that nothing is undone twice.
+    """
     problems: list[str] = []
     entries = list(applied)
     if entries:
@@ -118,11 +117,14 @@ def undo_files(process: Process, directory: Dir, applied: Iterable[Applied]) -> 
             with _opened(process.pid, entry.mount_point) as top:
                 rootfs_apply.undo(top, undo)
         except IntegrityError:
-            continue  # it was not finished, and before that nothing was changed
+            pass  # it was not finished, and before that nothing was changed
         except (OSError, ValueError, HibernodeError) as error:
             problems.append(f"{entry.mount_point}: {error}")
+            continue
         finally:
             os.close(undo)
+        with contextlib.suppress(OSError):
+            directory.unlink(entry.undo)
     return problems
 
 
@@ -132,21 +134,6 @@ def forget_undo(directory: Dir, applied: Iterable[Applied]) -> None:
         directory.unlink(entry.undo, missing_ok=True)
 
 
-def end_half_tree(process: Process, began: float) -> list[int]:
-    """End what a dead agent's CRIU has left below the container's init; returns the pids.
-
-    Only a container without other processes is restored into, so that all which is younger than the restore
-    is of it.
-    """
-    ended: list[int] = []
-    for stat in procfs.tree(process.pid):
-        if stat.pid != process.pid and procfs.start_time(stat.start_ticks) >= began - CLOCK_SLACK_SECONDS:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(stat.pid, signal.SIGKILL)
-                ended.append(stat.pid)
-    return ended
-
-
 def say_failed(process: Process) -> None:
     """Tell a placeholder of ours that nobody comes, so that it can start cold."""
     with contextlib.suppress(OSError):
@@ -154,39 +141,53 @@ def say_failed(process: Process) -> None:
             tell(process.fileno(), FAILED)
 
 
-def undo_noted(journal: dict[str, Any], directory: Dir) -> str:
-    """Undo a dead agent's restore into a container from its journal; what became of it, in a sentence."""
-    noted = journal.get("target")
-    if not isinstance(noted, dict):
-        return ""
+def noted(journal: dict[str, Any]) -> list[Applied]:
+    """Read from a journal which diffs a restore has applied, or was about to; what is damaged is left out."""
+    entries = journal.get("applied")
+    return [
+        Applied(str(entry["undo"]), str(entry["mount_point"]))
+        for entry in (entries if isinstance(entries, list) else ())
+        if isinstance(entry, dict) and {"undo", "mount_point"} <= entry.keys()
+    ]
+
+
+def undo_noted(journal: dict[str, Any], directory: Dir, *, tell: bool = True) -> tuple[str, list[str]]:
+    """Undo a dead agent's restore into a container from its journal.
+
+    Returns what became of the container, in a sentence, and what of its files could not be brought back.
+    ``tell``: its placeholder may start cold then. Called by whoever has the claim on the container, and only
+    when nobody has restored into it since: what is younger than the restore is taken for its half tree.
+    """
+    note = journal.get("target")
+    if not isinstance(note, dict):
+        return "", []
+    key = noted_key(note)
     try:
-        process = Process.open(int(noted["pid"]))
-    except (KeyError, TypeError, ValueError, OverflowError, ProcessLookupError):
-        return "its container is gone"
+        process = Process.open(key.pid if key is not None else 0)
+    except ProcessLookupError:
+        return "its container is gone", []
     with process:
-        if process.key.start_ticks != noted.get("start_ticks"):
-            return "its container is gone"
-        entries = journal.get("applied")
-        if not isinstance(entries, list):  # no gate had let it pass: what runs there may be none of ours
+        if process.key != key:
+            return "its container is gone", []
+        if not isinstance(journal.get("applied"), list):
+            # No gate had let it pass: what runs there may be none of ours.
+            said, problems = "its container was not touched", []
+        elif note.get("comm") not in (None, procfs.read_stat(process.pid).comm):
+            said = "its container did not wait and runs something else, with the worker's files"
+            return said, [said]
+        else:
+            problems = _undo_noted(process, journal, directory)
+            said = "; ".join(problems) or "its container is as it was"
+        if tell:
             say_failed(process)
-            return "its container was not touched"
-        began = _moment(journal.get("started_at"))
-        with contextlib.suppress(ProcessLookupError):
-            end_half_tree(process, began)
-        leftovers.remove_marker(process.pid, (read_json(directory, "spec.json") or {}).get("marker"), began)
-        applied = [
-            Applied(str(entry["undo"]), str(entry["mount_point"]))
-            for entry in entries
-            if isinstance(entry, dict) and {"undo", "mount_point"} <= entry.keys()
-        ]
-        problems = undo_files(process, directory, applied)
-        say_failed(process)
-    return "; ".join(problems) or "its container is as it was"
+    return said, problems
 
 
-def _moment(noted: Any) -> float:
-    """Read a time of a note; now, if it is none."""
-    try:
-        return float(noted)
-    except (TypeError, ValueError, OverflowError):
-        return time.time()
+def _undo_noted(process: Process, journal: dict[str, Any], directory: Dir) -> list[str]:
+    began = noted_time(journal.get("started_at"))
+    with contextlib.suppress(ProcessLookupError):
+        # Only a container without other processes is restored into: what is younger is of the restore.
+        below = [stat.pid for stat in procfs.tree(process.pid) if stat.pid != process.pid]
+        end_since(below, began)
+    leftovers.remove_marker(process.pid, (read_json(directory, "spec.json") or {}).get("marker"), began)
+    return undo_files(process, directory, noted(journal))

@@ -31,6 +31,7 @@ from hibernode.host.procparse import (
 from hibernode.workload import ProcessKey
 
 __all__ = (
+    "CLOCK_SLACK_SECONDS",
     "CLOCK_TICKS",
     "PAGE_SIZE",
     "Fd",
@@ -62,6 +63,9 @@ __all__ = (
 
 CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
 """Clock ticks per second: the unit of ``start_ticks``."""
+
+CLOCK_SLACK_SECONDS: Final = 0.05
+"""Start times, and the change times of files, have a resolution of one clock tick, 10 ms at most."""
 
 MAX_STAT_BYTES: Final = 4096
 MAX_STATUS_BYTES: Final = 1 << 20
