@@ -283,6 +283,20 @@ def test_a_criu_past_its_deadline_is_ended(restore: Restore, before: str) -> Non
     assert left_of(restore) == []
 
 
+def test_a_shim_whose_restore_was_undone_does_not_begin(restore):
+    """It was started, and given up before it held its lock: CRIU is not run any more."""
+    (restore.path / restored.UNDONE).touch()
+    restore.criu.write_text(HEADER + 'note("ran")')
+    restore.criu.chmod(0o755)
+    (restore.path / "spec.json").write_text(json.dumps(restore.spec))
+    with restore.start() as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+    wait_for(lambda: not restore.lives())
+    assert not (restore.path / "ran").exists()
+    assert not (restore.path / "state.json").exists()
+
+
 def test_two_shims_do_not_share_a_directory(restore: Restore) -> None:
     """A second shim in the directory ends at once, without an answer and without touching the state."""
     answer = restore.run(worker())

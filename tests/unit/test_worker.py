@@ -16,7 +16,16 @@ import pytest
 
 from hibernode.host import procfs
 from hibernode.host.procfs import Process
-from hibernode.worker import STOPPED, WorkerState, note_states, settle, settle_from_note, worker_state
+from hibernode.worker import (
+    STOPPED,
+    WorkerState,
+    end_since,
+    note_states,
+    noted_key,
+    settle,
+    settle_from_note,
+    worker_state,
+)
 from hibernode.workload import ProcessKey
 
 DEADLINE = 30.0
@@ -199,3 +208,62 @@ def test_a_note_of_a_dead_worker_says_so(tree: Tree) -> None:
     journal = note(tree)
     tree.end()
     assert not settle_from_note(journal)
+
+
+# half a tree ----------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_young_and_not_spared_is_ended() -> None:
+    """By its start, not by its number alone; who is spared is asked only when all are held."""
+    with (
+        subprocess.Popen(["/bin/sleep", "1000"]) as one,
+        subprocess.Popen(["/bin/sleep", "1000"]) as two,
+    ):
+        began = procfs.start_time(procfs.read_stat(one.pid).start_ticks)
+        pids = [one.pid, two.pid, 1, 0, -1, 1 << 80, 1 << 22]
+        try:
+            assert end_since(pids, began + 3600) == []
+            assert end_since(pids, began, lambda: {one.pid, two.pid}) == []
+            assert end_since(pids, began, lambda: {two.pid}) == [one.pid]
+            assert one.wait() == -signal.SIGKILL
+            assert two.poll() is None
+            assert end_since([one.pid], began) == []
+        finally:
+            one.kill()
+            two.kill()
+
+
+def test_a_thread_is_not_taken_for_a_process() -> None:
+    """Images name threads too, and the number of one may be that of somebody's thread by now."""
+    code = (
+        "import threading, sys; thread = threading.Thread(target=sys.stdin.read); thread.start();"
+        "print(thread.native_id, flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert end_since([int(process.stdout.readline())], 0.0) == []
+        process.communicate(b"")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        None,
+        7,
+        [],
+        {},
+        {"pid": 7},
+        {"pid": None, "start_ticks": 1},
+        {"pid": 0, "start_ticks": 1},
+        {"pid": -7, "start_ticks": 1},
+        {"pid": 1 << 22, "start_ticks": 1},
+        {"pid": float("inf"), "start_ticks": 1},
+    ],
+    ids=repr,
+)
+def test_a_damaged_note_names_no_process(note: object) -> None:
+    """It is read from disk."""
+    assert noted_key(note) is None

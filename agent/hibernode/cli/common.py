@@ -141,19 +141,22 @@ def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     import asyncio
     import signal
 
+    enders = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in enders if signal.getsignal(number) is not signal.SIG_IGN]  # nohup(1)
     got: list[signal.Signals] = []
 
     async def stoppable() -> T:
-        task = asyncio.ensure_future(work())
+        task, loop = asyncio.ensure_future(work()), asyncio.get_running_loop()
 
         def stop(number: signal.Signals) -> None:
             got.append(number)
-            if len(got) == 1:  # what undoes it is not to be cut off by the next one
-                task.cancel()
+            task.cancel()
+            for other in numbers:  # the next one is not to cut off what undoes it
+                loop.remove_signal_handler(other)
+                signal.signal(other, signal.SIG_IGN)
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup(1)
-                asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        for number in numbers:
+            loop.add_signal_handler(number, stop, number)
         return await task
 
     with asyncio.Runner() as runner:
