@@ -9,6 +9,7 @@ Exit codes of the ``hibernode`` command:
 3     the agent cannot be reached
 4     incompatible or refused: nothing was touched
 5     input/output failed, or an artifact is not whole
+128+N ended by signal N: what was begun is undone
 ====  ==============================================
 """
 

@@ -160,19 +160,19 @@ def undo(directory: Dir) -> None:
         directory.write_atomic(UNDONE, b"", 0o600, sync=False)
     deadline = time.monotonic() + END_SECONDS
     kill_leftovers(name.partition(".")[2])
-    while locked(directory) and not _restored(directory) and time.monotonic() < deadline:
+    while locked(directory) and not has_worker(directory) and time.monotonic() < deadline:
         time.sleep(0.02)
         kill_leftovers(name.partition(".")[2])  # the shim may have been just about to start it
     shim_pid = int((read_json(directory, "state.json") or {}).get("shim_pid") or 0)
     with contextlib.suppress(ProcessLookupError), procfs.Process.open(shim_pid) as shim:
-        if locked(directory) and not _restored(directory):  # looked at while the shim is held by its pidfd
+        if locked(directory) and not has_worker(directory):  # looked at while the shim is held by its pidfd
             log.warning("%s: the shim, pid %d, does not end and is killed", name, shim_pid)
             shim.send_signal(signal.SIGKILL)
             kill_leftovers(name.partition(".")[2])
 
 
-def _restored(directory: Dir) -> bool:
-    """Whether it has come too late: there is a worker, or there was one."""
+def has_worker(directory: Dir) -> bool:
+    """Whether the restore has brought a worker back, so that it is too late to undo it."""
     phase = (read_json(directory, "state.json") or {}).get("phase")
     return phase in (Phase.RUNNING, Phase.EXITED)
 

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 )
 @click.option("--id", "id_", type=ID, help="Checkpoint id; default: the process's own, else a new one.")
 @click.option(
-    "--replace", is_flag=True, help="Take the place of a checkpoint with this id; the old one is kept."
+    "--replace",
+    is_flag=True,
+    help="Take the place of a checkpoint with this id; gc.keep_per_id says which old ones stay.",
 )
 @click.option(
     "--leave", type=click.Choice(["running", "stopped", "killed"]), help="The process's state afterwards."

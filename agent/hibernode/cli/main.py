@@ -131,7 +131,7 @@ def cli(ctx: click.Context, /, **params: Any) -> None:
     """Freeze warmed-up workers into checkpoints, thaw them in seconds.
 
     Exit codes: 0 ok, 1 a check failed or not found, 2 usage, 3 agent unreachable, 4 incompatible or
-    refused, 5 input/output or integrity.
+    refused, 5 input/output or integrity, 128 + N ended by signal N.
     """
     ctx.ensure_object(Context).take(params)
 
