@@ -2,15 +2,15 @@
 
 Exit codes of the ``hibernode`` command:
 
-====  ==============================================
-0     ok
-1     a check failed, or what was asked for is not there
-2     usage: bad flag, bad setting, bad id
-3     the agent cannot be reached
-4     incompatible or refused: nothing was touched
-5     input/output failed, or an artifact is not whole
-128+N ended by signal N: what was begun is undone
-====  ==============================================
+=====  =============================================
+0      ok
+1      a check failed, or what was asked for is not there
+2      usage: bad flag, bad setting, bad id
+3      the agent cannot be reached
+4      incompatible or refused: nothing was touched
+5      input/output failed, or an artifact is not whole
+128+N  ended by signal N: what was begun is undone
+=====  =============================================
 """
 
 from __future__ import annotations
