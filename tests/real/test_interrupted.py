@@ -42,10 +42,13 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 HANGS = """cp "$(command -v sleep)" "$work/criu"; exec "$work/criu" 600"""
 """A CRIU by its name, so that it is found and killed."""
 
+
 KILLS_ITS_WORKER = """"${criu[@]}" "$@"; code=$?
 while [ $# -gt 0 ]; do [ "$1" != --pidfile ] || pidfile=$2; shift; done
-kill -9 $(cat "$pidfile"); exit $code"""
-"""A CRIU whose worker does not outlive it."""
+kill -9 $(cat "$pidfile")
+until grep -q '^State:.Z' /proc/$(cat "$pidfile")/status; do :; done
+exit $code"""
+"""A CRIU whose worker does not outlive it; it sees the pids, and the /proc, that its worker sees."""
 
 
 @contextmanager
