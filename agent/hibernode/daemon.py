@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from hibernode import __version__, recover, restored
+from hibernode.apart import stuck
 from hibernode.artifact.layout import STAGING
 from hibernode.artifact.store import Store
 from hibernode.checkpoint import Checkpointer
@@ -27,7 +29,7 @@ from hibernode.discovery.locate import own_ready_files
 from hibernode.discovery.ready import ReadyWatch
 from hibernode.discovery.signals import SignalDir
 from hibernode.discovery.watch import DirectoryWatcher, Mode
-from hibernode.errors import HibernodeError
+from hibernode.errors import HibernodeError, StuckError
 from hibernode.events import EventLog
 from hibernode.health import Check, DegradedError, Health, in_thread
 from hibernode.jobs import Jobs
@@ -44,6 +46,9 @@ log = logging.getLogger("hibernode.daemon")
 
 WATCH_RESTORED_SECONDS: Final = 0.5
 """An exit of a restored worker is reported within this time."""
+
+WATCH_STUCK_SECONDS: Final = 1.0
+"""What hangs is told of within this time."""
 
 SETTLE_SECONDS: Final = 0.25
 """A file that may still be written to is looked at again after this time."""
@@ -129,6 +134,7 @@ class Agent:
                 ("requests", self._pump),
                 ("own ready files", self._own_ready_files),
                 ("restored workers", self._watch_restored),
+                ("what hangs", self._watch_stuck),
                 ("gc", self._gc_by_time),
                 ("recovery", self._recover_by_time),
             ):
@@ -209,7 +215,7 @@ class Agent:
                     await asyncio.to_thread(index.refresh)
                     known_at = time.monotonic()
                 claims = [claim for claim in index.claims() if claim.key not in self.requests.restored_keys]
-                watch.follow(claims)
+                await watch.follow(claims)
                 if self.settings.restore.placeholders:
                     await self.requests.fill(index.placeholders())
                 ready = await asyncio.to_thread(own_ready_files, claims)
@@ -218,7 +224,9 @@ class Agent:
                 for request in ready:
                     if request.pid is not None and keys[request.pid] in taken:
                         continue  # a ready file came there with the worker's other files
-                    if not self.queue.has("checkpoint", request.id) and not self.signals.answered(request):
+                    if self.queue.has("checkpoint", request.id):
+                        continue
+                    if not await asyncio.to_thread(self.signals.answered, request):
                         await self.requests.take_own(request)
                 period = self.settings.signals.poll_seconds if claims else discover
                 # Not wait_for: before Python 3.12 it swallows a cancellation that comes with the event.
@@ -243,6 +251,24 @@ class Agent:
         await asyncio.sleep(RECOVER_SECONDS)
         # To its end: the directories that it works on are closed when we stop.
         await uncut(asyncio.to_thread(self._recover, this_boot=True))
+
+    async def _watch_stuck(self) -> None:
+        """Say once what hangs, and once that it has come back."""
+        said: set[tuple[str, str]] = set()
+        while True:
+            now = {(entry.owner, entry.what): entry.seconds for entry in stuck()}
+            for owner, what in sorted(said ^ now.keys()):
+                text = f"{owner}: {what}"
+                if (owner, what) in now:
+                    log.warning(
+                        "%s hangs for %.0f s; it is left alone until it comes back", text, now[owner, what]
+                    )
+                    self.event_log.add("Warning", StuckError.default_reason, "", f"{text} hangs")
+                else:
+                    log.info("%s has come back", text)
+                    self.event_log.add("Normal", "ContainerBack", "", f"{text} has come back")
+            said = set(now)
+            await asyncio.sleep(WATCH_STUCK_SECONDS)
 
     async def _gc_by_time(self) -> None:
         interval = self.settings.gc.interval_seconds
@@ -291,6 +317,7 @@ class Agent:
                 for entry in self._restored.values()
                 if entry.phase is Phase.RUNNING and entry.key is not None
             ],
+            "stuck": [dataclasses.asdict(entry) for entry in stuck()],
             "lastFailure": self.requests.last_failure,
         }
 
@@ -336,12 +363,20 @@ class Agent:
                 raise DegradedError(f"{free} bytes free, dumps are refused")
             return f"{free} bytes free"
 
+        async def containers() -> str:
+            if hang := stuck():
+                raise DegradedError(
+                    "; ".join(f"{e.owner}: {e.what} hangs for {e.seconds:.0f} s" for e in hang)
+                )
+            return ""
+
         def criu() -> str:
             return find_criu(self.settings.criu.binary).version
 
         self.health.add(Check("signals", signals))
         self.health.add(Check("store", in_thread(store)))
         self.health.add(Check("criu", in_thread(criu)))
+        self.health.add(Check("containers", containers, required=False))
         self.metrics.add_collector("jobs", self._read_jobs)
         self.metrics.add_collector("watch", self._read_watch)
         self.metrics.add_collector(

@@ -90,6 +90,12 @@ class BusyError(RefusedError):
     default_reason = "Busy"
 
 
+class StuckError(RefusedError):
+    """A container's files do not answer, so that nothing is begun that needs them."""
+
+    default_reason = "ContainerStuck"
+
+
 class StorageError(HibernodeError):
     """Input or output failed: no space, no permission, a vanished directory."""
 

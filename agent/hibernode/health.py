@@ -7,12 +7,12 @@ started again until it has ended, so it costs one thread and no answer is late.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from hibernode.apart import in_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -116,34 +116,8 @@ class Probe(Generic[T]):
 
 
 def in_thread(work: Callable[[], T]) -> Callable[[], Awaitable[T]]:
-    """Make a blocking function awaitable, each call in a thread of its own.
-
-    The loop's executor will not do: a hung file system would take its threads one by one, and the
-    interpreter would wait for them at its end. A daemon thread is simply left behind.
-    """
-
-    async def run() -> T:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(method: Callable[[Any], None], result: object) -> None:
-            if not future.done():
-                method(result)
-
-        def target() -> None:
-            method: Callable[[Any], None] = future.set_result
-            result: object
-            try:
-                result = work()
-            except Exception as error:  # noqa: BLE001 - it is handed to whoever waits
-                method, result = future.set_exception, error
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(settle, method, result)
-
-        threading.Thread(target=target, name="hibernode-probe", daemon=True).start()
-        return await future
-
-    return run
+    """Make a blocking function awaitable, each call in a thread of its own (see :mod:`hibernode.apart`)."""
+    return lambda: in_daemon(work)
 
 
 class Health:

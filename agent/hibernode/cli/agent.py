@@ -42,6 +42,10 @@ def _status(status: dict[str, Any]) -> str:
     ]
     lines.append(f"restored   {len(status['restored'])} workers")
     lines += [f"  {worker['id']}: pid {worker['pid']}" for worker in status["restored"]]
+    lines += [
+        f"stuck      {entry['owner']}: {entry['what']}, for {human_seconds(entry['seconds'])}"
+        for entry in status["stuck"]
+    ]
     lines.append(f"failure    {status['lastFailure'] or 'none'}")
     return "\n".join(lines)
 

@@ -26,6 +26,7 @@ from typing import Final
 from hibernode.discovery.container_ref import ContainerRef, container_ref
 from hibernode.host import cgroups, linux, procfs
 from hibernode.host.procfs import Process
+from hibernode.text import printable
 from hibernode.workload import ProcessKey
 
 SANDBOX_COMM: Final = "pause"
@@ -105,6 +106,20 @@ def ref_of(pid: int) -> ContainerRef:
     :raises ProcessLookupError: the process is gone or ending.
     """
     return container_ref(membership.path for membership in cgroups.memberships(pid))
+
+
+def owner_of(pid: int) -> str:
+    """Name the container of a process, the outermost one, or the process itself; never fails.
+
+    A process in a container can make others and namespaces at will, but is in that one container.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if pid_namespace(pid) != pid_namespace():
+            ref = ref_of(pid)
+            name = (*ref.within, ref.id)[0]
+            if name:
+                return printable(f"container {name}")
+    return f"pid {pid}"
 
 
 def look() -> Look:

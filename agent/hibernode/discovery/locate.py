@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from hibernode.apart import each, stuck, within
+from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.signals import ReadyRequest
-from hibernode.errors import RefusedError, UsageError
+from hibernode.errors import RefusedError, StuckError, UsageError
 from hibernode.host import inroot, procfs
 from hibernode.host.procfs import Process, Stat
 from hibernode.shim_placeholder import recognise
@@ -25,6 +27,11 @@ CONTAINER_DEPTH: Final = 2
 
 START_SLACK_SECONDS: Final = 0.5
 """Start times have a resolution of one clock tick, and a clock that is stepped moves them against files."""
+
+
+CLAIM: Final = "a look at its environment and its signal directory"
+READY: Final = "a look at its ready file"
+"""What can hang, and is then named so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +88,15 @@ class ClaimIndex:
         self._stats: dict[int, Stat] = {}
 
     def refresh(self) -> None:
-        """Look at every process."""
+        """Look at every process. A claim whose look hangs stays as it was.
+
+        :raises StuckError: as :func:`hibernode.apart.each`.
+        """
         self._stats = procfs.all_stats()
-        looked = (self._look(stat.key) for stat in self._stats.values() if not stat.is_kernel_thread)
-        found = {claim.key.pid: claim for claim in looked if claim is not None}
+        keys = [stat.key for stat in self._stats.values() if not stat.is_kernel_thread]
+        before = {claim.key: claim for claim in (*self._found.values(), *self._waiting.values())}
+        looked = {**before, **each(keys, self._look, _owner, CLAIM)}
+        found = {key.pid: claim for key in keys if (claim := looked.get(key)) is not None}
         # A placeholder has the worker's environment, and waits for it.
         self._waiting = {pid: claim for pid, claim in found.items() if recognise(pid)}
         self._found = {pid: claim for pid, claim in found.items() if pid not in self._waiting}
@@ -135,6 +147,10 @@ class ClaimIndex:
         return False
 
 
+def _owner(key: ProcessKey) -> str:
+    return owner_of(key.pid)
+
+
 def stat_in_root(pid: int, path: PurePosixPath) -> os.stat_result:
     """Stat ``path`` as process ``pid`` sees it, following its links but never out of its root."""
     with inroot.opened(pid, str(path), os.O_PATH) as fd:
@@ -160,8 +176,10 @@ def locate(request: ReadyRequest, index: ClaimIndex, era: Era) -> Located:
         return _by_pid(request, request.pid, era)
     claims = [claim for claim in index.claims() if claim.hash == request.id]
     if not claims:
+        hang = ", ".join(entry.owner for entry in stuck() if entry.what == CLAIM)
         raise RefusedError(
-            f"no process on this node names {era.env_hash}={request.id} and this signal directory",
+            f"no process on this node names {era.env_hash}={request.id} and this signal directory"
+            + (f"; a look at these hangs: {hang}" if hang else ""),
             remedy=f"start the worker with {era.env_hash} and {era.env_signal_file}, or write its pid into "
             f'{request.id}{era.ready_suffix}: {{"pid": 1234}}',
             reason="NoClaimant",
@@ -192,10 +210,14 @@ def _named(pid: int) -> str:
 def _by_pid(request: ReadyRequest, pid: int, era: Era) -> Located:
     process = _hold(pid, request.id)
     try:
-        environ = procfs.environ(pid)
+        # The pages that it is read from can be mapped from a file system that hangs.
+        environ = within(lambda: procfs.environ(pid), owner_of(pid), CLAIM)
     except OSError:
         process.close()
         raise _gone(pid, request.id) from None
+    except StuckError:
+        process.close()
+        raise
     named = environ.get(era.env_hash, "")
     if named and named != request.id:
         process.close()
@@ -256,35 +278,36 @@ def _fitting(process: Process, request: ReadyRequest) -> Process:
 
 
 def own_ready_files(claims: Iterable[Claim]) -> list[ReadyRequest]:
-    """Find the claimants whose own ready file (inside their root) says that they may be frozen now."""
-    ready: list[ReadyRequest] = []
-    for claim in claims:
-        try:
-            id_ = CheckpointId(claim.hash)
-            stat = stat_in_root(claim.key.pid, PurePosixPath(claim.contract.ready_file))
-            status = procfs.read_status(claim.key.pid)
-            started = procfs.start_time(claim.key.start_ticks)
-        except (OSError, ValueError, UsageError):
-            continue
-        if len(status.ns_pids) > CONTAINER_DEPTH:
-            continue  # it was restored into a container, its ready file with it
-        if (
-            stat.st_uid not in status.uids
-            or stat.st_ctime + START_SLACK_SECONDS < started
-            or stat.st_nlink != 1
-        ):
-            continue
-        ready.append(
-            ReadyRequest(
-                id=id_,
-                pid=claim.key.pid,
-                uid=stat.st_uid,
-                gid=stat.st_gid,
-                ctime=stat.st_ctime,
-                identity=(stat.st_dev, stat.st_ino, stat.st_ctime_ns),
-            )
-        )
-    return ready
+    """Find the claimants whose own ready file (inside their root) says that they may be frozen now.
+
+    Those whose file hangs are not among them.
+
+    :raises StuckError: as :func:`hibernode.apart.each`.
+    """
+    looked = each(claims, _own_ready_file, lambda claim: owner_of(claim.key.pid), READY)
+    return [request for request in looked.values() if request is not None]
+
+
+def _own_ready_file(claim: Claim) -> ReadyRequest | None:
+    try:
+        id_ = CheckpointId(claim.hash)
+        stat = stat_in_root(claim.key.pid, PurePosixPath(claim.contract.ready_file))
+        status = procfs.read_status(claim.key.pid)
+        started = procfs.start_time(claim.key.start_ticks)
+    except (OSError, ValueError, UsageError):
+        return None
+    if len(status.ns_pids) > CONTAINER_DEPTH:
+        return None  # it was restored into a container, its ready file with it
+    if stat.st_uid not in status.uids or stat.st_ctime + START_SLACK_SECONDS < started or stat.st_nlink != 1:
+        return None
+    return ReadyRequest(
+        id=id_,
+        pid=claim.key.pid,
+        uid=stat.st_uid,
+        gid=stat.st_gid,
+        ctime=stat.st_ctime,
+        identity=(stat.st_dev, stat.st_ino, stat.st_ctime_ns),
+    )
 
 
 def others_with_marker(marker: str, id_: CheckpointId, era: Era) -> list[int]:
@@ -298,9 +321,12 @@ def others_with_marker(marker: str, id_: CheckpointId, era: Era) -> list[int]:
         if stat.is_kernel_thread:
             continue
         try:
+            # First: a process in a container can make the look at its environment hang.
+            if procfs.namespaces(stat.pid).get("mnt") != namespace:
+                continue
             environ = procfs.environ(stat.pid)
             named = environ.get(era.env_hash, "")
-            if not named or named == id_ or procfs.namespaces(stat.pid).get("mnt") != namespace:
+            if not named or named == id_:
                 continue
         except OSError:
             continue
