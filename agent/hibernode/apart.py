@@ -16,6 +16,7 @@ kernel ends neither the thread nor, after ``kill -9``, the process.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -35,6 +36,9 @@ STEP_SECONDS: Final = 60.0
 """A step of a pipeline makes some thousand looks, below a second in all; the rest is for a machine that is
 busy. A container that hangs holds a place in the queue for this long."""
 
+FILES_SECONDS: Final = 300.0
+"""The same where files are written: they are synced, and a slow disk takes so long for tens of gigabytes."""
+
 MAX_STUCK: Final = 256
 """Twice the pods that a kubelet runs unless told otherwise. With more left behind no new work is begun."""
 
@@ -49,7 +53,7 @@ class Stuck:
 
 
 class _Thread(threading.Thread):
-    """A thread that may be left behind. ``since``: when the work began at which it is now."""
+    """A thread that may be left behind. ``since``: when the work began at which it is now, or went on."""
 
     def __init__(self, owner: str, what: str) -> None:
         super().__init__(name="hibernode-apart", daemon=True)
@@ -64,13 +68,15 @@ def stuck() -> list[Stuck]:
 
 
 def go_on() -> None:
-    """Let work that changes something stop where nobody waits for it any more.
+    """Say that long work makes progress: its deadline begins anew. Elsewhere this does nothing.
 
-    :raises StuckError: it was left behind, and whoever asked for it has told so.
+    :raises StuckError: it was left behind, so that it may change nothing any more.
     """
     thread = threading.current_thread()
-    if isinstance(thread, _Thread) and thread.left:
-        raise _error(thread.owner, thread.what, time.monotonic() - thread.since)
+    if isinstance(thread, _Thread):
+        if thread.left:
+            raise _error(thread.owner, thread.what, time.monotonic() - thread.since)
+        thread.since = time.monotonic()
 
 
 def _error(owner: str, what: str, seconds: float) -> StuckError:
@@ -117,10 +123,11 @@ class _Job(_Thread, Generic[T]):
             method(result)
 
 
-async def apart(work: Callable[[], T], owner: str, what: str, *, seconds: float | None = STEP_SECONDS) -> T:
+async def apart(work: Callable[[], T], owner: str, what: str, *, seconds: float = STEP_SECONDS) -> T:
     """Do blocking ``work`` in a thread of its own; what it raises is raised.
 
-    A cancellation leaves it behind too. ``seconds`` None: only that does.
+    ``seconds``: how long it may take, or be without a sign that it goes on (:func:`go_on`). A cancellation
+    leaves it behind too.
 
     :raises StuckError: it took longer, or earlier work of this kind for this owner has not come back.
     """
@@ -131,17 +138,18 @@ async def apart(work: Callable[[], T], owner: str, what: str, *, seconds: float 
 
 async def in_daemon(work: Callable[[], T]) -> T:
     """Do blocking ``work`` of the agent's own in a daemon thread, whatever else hangs."""
-    return await _await(_Job(work, "the agent", "a check"), None)
+    return await _await(_Job(work, "the agent", "a check"), math.inf)
 
 
-async def _await(job: _Job[T], seconds: float | None) -> T:
+async def _await(job: _Job[T], seconds: float) -> T:
     job.start()
     try:
-        await asyncio.wait({job.future}, timeout=seconds)
+        while not job.future.done() and (rest := job.since + seconds - time.monotonic()) > 0:
+            await asyncio.wait({job.future}, timeout=None if rest == math.inf else rest)
     finally:
         job.left = not job.future.done()
     if job.left:
-        raise _error(job.owner, job.what, seconds or 0)
+        raise _error(job.owner, job.what, seconds)
     return job.future.result()
 
 

@@ -19,10 +19,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from hibernode import links, recover, seal
 from hibernode.answers import Outcome, Request, Trigger, already_there, failed, sentence
+from hibernode.apart import apart
 from hibernode.artifact.layout import ARTIFACT, Artifact
 from hibernode.artifact.manifest import DiffFacts, LinkFacts, Manifest
 from hibernode.artifact.staging import Staging
@@ -33,6 +34,7 @@ from hibernode.container.dump import ContainerDump
 from hibernode.criu import diagnose, moment, options
 from hibernode.criu.hook import FrozenHook
 from hibernode.criu.runner import Criu, CriuResult, find_criu, run_criu
+from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.containers import Container, container_of, hold
 from hibernode.discovery.signals import SignalDir, done_payload
 from hibernode.errors import (
@@ -55,6 +57,8 @@ from hibernode.worker import STOPPED, WorkerState, note_states, settle, worker_s
 from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 
 log = logging.getLogger("hibernode.checkpoint")
+
+T = TypeVar("T")
 
 DUMP_LOG: Final = "dump.log"
 
@@ -217,18 +221,19 @@ class Checkpointer:
 
     async def _preflight(self, work: Work) -> None:
         work.criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
-        work.preflight = await asyncio.to_thread(
-            preflight, work.request.process, self.settings, work.criu, self.store.path
+        work.preflight = await _look(
+            work, partial(preflight, work.request.process, self.settings, work.criu, self.store.path)
         )
         refuse(work.preflight.findings)
         work.journal.note(tcp=work.preflight.tcp)
         if work.container is not None:
-            work.dump = await asyncio.to_thread(
-                containers.look, work.container, work.request.process, work.preflight, self.settings
+            work.dump = await _look(
+                work,
+                partial(containers.look, work.container, work.request.process, work.preflight, self.settings),
             )
             if work.dump.freezer is not None:
                 work.journal.note(freezer=[str(work.dump.freezer.directory), work.dump.freezer.version])
-        work.seen = await asyncio.to_thread(seal.describe, work.request.process, work.preflight, work.dump)
+        work.seen = await _look(work, partial(seal.describe, work.request.process, work.preflight, work.dump))
 
     async def _quiesce_gpu(self, work: Work) -> None:
         """Where the GPU's processes are locked and checkpointed; no GPU is driven yet."""
@@ -255,7 +260,7 @@ class Checkpointer:
         args = options.dump_args(
             work.request.process.pid, work.staging.images, chosen, work_dir=work.staging.artifact_path
         )
-        kept = await uncut(asyncio.to_thread(links.keep, work.staging, work.preflight))
+        kept = await uncut(_look(work, partial(links.keep, work.staging, work.preflight)))
         established = work.preflight.tcp == "established"
         with work.journal.timed("criu"):
             try:
@@ -320,9 +325,9 @@ class Checkpointer:
         self._notify(work.request.id, Step.ROOTFS)
         await work.journal.begin(Step.ROOTFS)
         with work.journal.timed(Step.ROOTFS.value):
-            work.diffs = await uncut(
-                asyncio.to_thread(containers.save_files, work.dump, work.request.process, work.staging)
-            )
+            save = partial(containers.save_files, work.dump, work.request.process, work.staging)
+            pid = work.request.process.pid
+            work.diffs = await uncut(apart(save, owner_of(pid), "the saving of its files"))
 
     async def _seal(self, work: Work) -> None:
         assert work.criu is not None
@@ -421,6 +426,11 @@ class Checkpointer:
                 remedy=f"mend the cause ('hibernode logs {id_}'), then 'hibernode retry {id_}'",
                 reason="AttemptsExhausted",
             )
+
+
+async def _look(work: Work, look: Callable[[], T]) -> T:
+    """Look at the worker and its files, which may hang."""
+    return await apart(look, owner_of(work.request.process.pid), "a look at it before a dump")
 
 
 def _put_back(work: Work) -> None:

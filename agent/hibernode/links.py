@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from hibernode.apart import apart
 from hibernode.artifact.links import crius_names, kept_name, note
 from hibernode.artifact.manifest import LinkFacts
 from hibernode.artifact.staging import Staging
@@ -25,6 +27,7 @@ from hibernode.criu.remaps import file_ids, link_remaps
 from hibernode.errors import CriuError, RefusedError
 from hibernode.host import hardlinks
 from hibernode.host.hardlinks import Identity
+from hibernode.outcome import uncut
 from hibernode.preflight import Preflight
 from hibernode.preflight.facts import RenamedFile
 
@@ -149,6 +152,20 @@ def laid(links: Iterable[LinkFacts]) -> Iterator[None]:
         yield
     finally:
         take_away(links)
+
+
+@contextlib.asynccontextmanager
+async def laid_apart(links: Iterable[LinkFacts], owner: str) -> AsyncIterator[None]:
+    """Do so from the event loop: the directories are the worker's, and may hang."""
+    links = tuple(links)
+    block, what = laid(links), "the way to files that have lost their names"
+    if links:
+        await apart(block.__enter__, owner, what)
+    try:
+        yield
+    finally:
+        if links:
+            await uncut(apart(partial(block.__exit__, None, None, None), owner, what))
 
 
 def _lay(link: LinkFacts) -> None:

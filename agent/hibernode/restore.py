@@ -12,17 +12,20 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from hibernode import links, recover, restored, shim
 from hibernode.answers import RestoreOutcome, RestoreRequest, answer, restore_failed, sentence
+from hibernode.apart import FILES_SECONDS, apart
 from hibernode.artifact.layout import Artifact
 from hibernode.artifact.store import Store
 from hibernode.config import Settings
@@ -33,15 +36,18 @@ from hibernode.container.target import Target
 from hibernode.criu import diagnose, options
 from hibernode.criu.images import page_files
 from hibernode.criu.runner import JOB_ENV, Criu, clean_env, find_criu
+from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.containers import Container, find, hold
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import (
     BusyError,
     CriuError,
+    DeadlineError,
     HibernodeError,
     IntegrityError,
     RefusedError,
     StorageError,
+    StuckError,
 )
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
@@ -49,12 +55,15 @@ from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, uncut
 from hibernode.preflight import refuse
 from hibernode.recover import Held
-from hibernode.restore_checks import findings, may_ask, settled_findings
+from hibernode.restore_checks import asked, findings, look, may_ask, settled_findings
 from hibernode.restore_options import connections, inherit, restore_options
 from hibernode.state import StateDir, read_json, write_json
 from hibernode.workload import ERA_A1, CheckpointId, Finding
 
 log = logging.getLogger("hibernode.restore")
+
+FILES: Final = "the change of its files"
+"""What can hang, and is then named so."""
 
 SHIM_SLACK_SECONDS: Final = 30.0
 """The shim has its own deadline on CRIU; this much later it is taken for dead."""
@@ -161,20 +170,17 @@ class Restorer:
     async def _steps(self, work: _Work) -> RestoreOutcome:
         request, journal = work.request, work.journal
         self._check_attempts(request)
-        await self._step(work, Step.VERIFY)
-        with journal.timed("verify"):
-            artifact = self.store.get(request.id, request.version or None)
-            container = await uncut(asyncio.to_thread(self._hold, work))
-            await self._verify(artifact, digests=request.digests or self.settings.restore.verify == "digests")
-            may_ask(request, artifact.manifest)
-        await self._step(work, Step.COMPATIBILITY)
-        with journal.timed("compatibility"):
-            criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
-            target: Target | None = None
-            if container is not None and work.process is not None:
-                target = await asyncio.to_thread(targets.look, container, work.process)
-            strict = request.strict or self.settings.restore.strict
-            refuse(await settled_findings(artifact.manifest, criu, request.id, target, strict=strict))
+        deadline = self.settings.restore.deadline_seconds
+        try:
+            async with asyncio.timeout(deadline):
+                artifact, criu, target = await self._checked(work)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the checks before the restore did not end within {deadline:g} s; it was in the step "
+                f"{journal.step}",
+                remedy="raise restore.deadline_seconds: digests take as long as the files are read",
+                step=str(journal.step),
+            ) from None
         await self._step(work, Step.PREPARE)
         with journal.timed("prepare"):
             self._clear_signals(request.id)
@@ -219,16 +225,42 @@ class Restorer:
             directory=str(work.directory.path),
         )
 
-    def _hold(self, work: _Work) -> Container | None:
-        """Find and hold the container that is asked for; from here on it is told of a refusal.
+    async def _checked(self, work: _Work) -> tuple[Artifact, Criu, Target | None]:
+        """Verify the artifact and compare it with what shall take it; nothing is touched."""
+        request, target = work.request, None
+        await self._step(work, Step.VERIFY)
+        with work.journal.timed("verify"):
+            artifact = self.store.get(request.id, request.version or None)
+            container = await self._found(request)
+            await uncut(asyncio.to_thread(self._hold, work, container))
+            await self._verify(artifact, digests=request.digests or self.settings.restore.verify == "digests")
+            may_ask(request, artifact.manifest)
+        await self._step(work, Step.COMPATIBILITY)
+        with work.journal.timed("compatibility"):
+            criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
+            if container is not None and work.process is not None:
+                target = await look(
+                    partial(targets.look, container, work.process), owner_of(work.process.pid)
+                )
+            strict = request.strict or self.settings.restore.strict
+            refuse(await settled_findings(artifact.manifest, criu, request, target, strict=strict))
+        return artifact, criu, target
+
+    @staticmethod
+    async def _found(request: RestoreRequest) -> Container | None:
+        if not request.into:
+            return None
+        return (await look(partial(find, request.into), asked(request))).container
+
+    def _hold(self, work: _Work, container: Container | None) -> None:
+        """Hold the container that is asked for; from here on it is told of a refusal.
 
         What a dead one has left in it, or of this id, is settled first: later it would be taken for ours.
         """
         held = Held(work.request.id, None, work.directory.path.name)
-        if not work.request.into:
+        if container is None:
             recover.make_way(self.store, self.state, self.signals, held)
-            return None
-        container = find(work.request.into).container
+            return
         process = work.held.enter_context(hold(container))
         work.held.enter_context(self.state.claim(process.pid))
         held = dataclasses.replace(held, root=process.key)
@@ -242,7 +274,6 @@ class Restorer:
             filling.say_failed(process)
             raise
         work.process = process
-        return container
 
     async def _fill(self, work: _Work, artifact: Artifact, target: Target) -> None:
         """Bring the worker's files into the container; from here on there is something to undo."""
@@ -252,16 +283,17 @@ class Restorer:
         work.journal.note(applied=[dataclasses.asdict(entry) for entry in work.applied])
         await work.journal.begin(Step.ROOTFS)
         with work.journal.timed("rootfs"):
-            await uncut(asyncio.to_thread(filling.apply_files, artifact, target, work.directory))
+            fill = partial(filling.apply_files, artifact, target, work.directory)
+            await uncut(apart(fill, owner_of(target.process.pid), FILES, seconds=FILES_SECONDS))
 
     async def _undo(self, work: _Work, outcome: RestoreOutcome) -> RestoreOutcome:
         """Leave the container as it was, and tell its placeholder that it may start cold."""
         if work.process is None:
             return outcome
-        state = await uncut(asyncio.to_thread(self._give_back, work, work.process))
+        state = await uncut(self._give_back(work, work.process))
         return dataclasses.replace(outcome, message=f"{outcome.message}; {state}")
 
-    def _give_back(self, work: _Work, process: Process) -> str:
+    async def _give_back(self, work: _Work, process: Process) -> str:
         """Bring the container's files back, unless the worker runs in it; says how it is now."""
         phase = (read_json(work.directory, "state.json") or {}).get("phase")
         if phase == restored.Phase.RUNNING:
@@ -269,7 +301,12 @@ class Restorer:
         if phase == restored.Phase.EXITED:
             filling.forget_undo(work.directory, work.applied)
             return "the container ends with it"
-        problems = filling.undo_files(process, work.directory, work.applied)
+        undo = partial(filling.undo_files, process, work.directory, work.applied)
+        try:
+            # Not while the files are still being put there: then it is refused.
+            problems = await apart(undo, owner_of(process.pid), FILES, seconds=FILES_SECONDS)
+        except StuckError as error:
+            problems = [error.message]
         if not process.alive():
             return "the container has ended"
         work.journal.note(dirty="; ".join(problems))
@@ -287,13 +324,12 @@ class Restorer:
         criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
         with contextlib.ExitStack() as held:
             target: Target | None = None
-            if request.into:
-                container = find(request.into).container
-                target = targets.look(container, held.enter_context(hold(container)))
+            container = await self._found(request)
+            if container is not None:
+                process = held.enter_context(hold(container))
+                target = await look(partial(targets.look, container, process), owner_of(process.pid))
             strict = request.strict or self.settings.restore.strict
-            rows = await asyncio.to_thread(
-                findings, artifact.manifest, criu, request.id, target, strict=strict
-            )
+            rows = await findings(artifact.manifest, criu, request, target, strict=strict)
             chosen = restore_options(artifact.manifest, self.settings, Path(), target)
         args = options.restore_args(
             artifact.path / "images",
@@ -306,7 +342,8 @@ class Restorer:
     # the steps ----------------------------------------------------------------------------------------
 
     async def _verify(self, artifact: Artifact, *, digests: bool) -> None:
-        verdicts = await asyncio.to_thread(self.store.verify, artifact, digests=digests)
+        verify = partial(self.store.verify, artifact, digests=digests)
+        verdicts = await apart(verify, str(artifact.path), "the verification of its files", seconds=math.inf)
         bad = [verdict for verdict in verdicts if not verdict.ok]
         if bad:
             named = "; ".join(f"{verdict.path}: {verdict.problem}" for verdict in bad[:5])

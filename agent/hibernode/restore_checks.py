@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeVar
 
 from hibernode.answers import RestoreRequest
+from hibernode.apart import apart
 from hibernode.artifact.manifest import Manifest
 from hibernode.compat import PIDS_CHECK, compatibility, host_facts, strictly
 from hibernode.container import target as targets
 from hibernode.container.gate import container_findings
 from hibernode.container.target import Target
 from hibernode.criu.runner import Criu
+from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.locate import others_with_marker
 from hibernode.errors import RefusedError
+from hibernode.text import printable
 from hibernode.workload import ERA_A1, CheckpointId, Finding, Verdict
 
 PID_TRIES: Final = 40
@@ -21,10 +26,30 @@ PID_SECONDS: Final = 0.05
 """Two seconds in all for the pids to become free: a worker that was told to end needs that long at most."""
 
 
-def findings(
-    manifest: Manifest, criu: Criu, id_: CheckpointId, target: Target | None, *, strict: bool
+T = TypeVar("T")
+
+
+async def look(work: Callable[[], T], owner: str) -> T:
+    """Look at what a restore is about, whose files may hang."""
+    return await apart(work, owner, "a look at it before a restore")
+
+
+def asked(request: RestoreRequest) -> str:
+    """Name what is asked for, as the one whose files may hang."""
+    return printable(f"container {request.into}" if request.into else f"checkpoint {request.id}")
+
+
+async def findings(
+    manifest: Manifest, criu: Criu, request: RestoreRequest, target: Target | None, *, strict: bool
 ) -> list[Finding]:
     """Compare what was dumped with this machine, or with the container ``target``."""
+    owner = asked(request) if target is None else owner_of(target.process.pid)
+    return await look(partial(_compared, manifest, criu, request.id, target, strict=strict), owner)
+
+
+def _compared(
+    manifest: Manifest, criu: Criu, id_: CheckpointId, target: Target | None, *, strict: bool
+) -> list[Finding]:
     facts = host_facts(manifest, criu.version)
     rows = container_findings(manifest, target)
     if target is None:
@@ -36,11 +61,11 @@ def findings(
 
 
 async def settled_findings(
-    manifest: Manifest, criu: Criu, id_: CheckpointId, target: Target | None, *, strict: bool
+    manifest: Manifest, criu: Criu, request: RestoreRequest, target: Target | None, *, strict: bool
 ) -> list[Finding]:
     """Compare, and give the dumped worker a moment to be gone: who asks at once finds it ending."""
     for _ in range(PID_TRIES):
-        rows = await asyncio.to_thread(findings, manifest, criu, id_, target, strict=strict)
+        rows = await findings(manifest, criu, request, target, strict=strict)
         if [row.check for row in rows if row.verdict is Verdict.FAIL] != [PIDS_CHECK]:
             break
         await asyncio.sleep(PID_SECONDS)

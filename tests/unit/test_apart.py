@@ -89,7 +89,7 @@ async def test_a_cancelled_job_is_left_behind_too(gate: Gate) -> None:
     """A thread cannot be cancelled; what it was is told."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(SOON):
-            await apart.apart(gate, "a", WHAT, seconds=None)
+            await apart.apart(gate, "a", WHAT, seconds=PATIENCE)
     assert owners() == ["a"]
 
 

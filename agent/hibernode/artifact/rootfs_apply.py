@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Final
 
+from hibernode.apart import go_on
 from hibernode.artifact import rootfs_tree as tree
 from hibernode.artifact.rootfs import Hook, Saver, no_hook
 from hibernode.artifact.rootfs_read import Summary, check, entry_at, read, segments
@@ -25,6 +26,8 @@ from hibernode.host import linux
 from hibernode.host.safefs import RESOLVE
 
 NO_LIMIT: Final = 1 << 62
+COPY_BYTES: Final = 64 << 20
+"""Copied at once: a slow disk takes a second for it."""
 
 
 def apply(root: int, tar: int, undo_to: BinaryIO, *, max_bytes: int, hook: Hook = no_hook) -> Summary:
@@ -277,7 +280,8 @@ def _save_metadata(root: int, path: bytes, writer: Writer) -> None:
 def _copy(tar: int, place: int, fd: int, offset: int, length: int) -> None:
     os.lseek(fd, offset, os.SEEK_SET)
     while length:
-        count = os.sendfile(fd, tar, place, length)
+        go_on()
+        count = os.sendfile(fd, tar, place, min(length, COPY_BYTES))
         if not count:
             raise IntegrityError("the rootfs tar became shorter", reason="RootfsTarDamaged")
         place += count

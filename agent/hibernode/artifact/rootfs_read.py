@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from hibernode.apart import go_on
 from hibernode.artifact.rootfs_tar import (
     BLOCK,
     END,
@@ -128,6 +129,7 @@ def read(tar: int, *, max_bytes: int) -> Iterator[Entry]:
 
 def entry_at(tar: int, offset: int) -> Entry | None:
     """Parse and check the one entry whose header starts at ``offset``; None: the end stands there."""
+    go_on()
     block = _exactly(tar, BLOCK, offset)
     if not any(block):
         _require(not any(_exactly(tar, BLOCK, offset + BLOCK)), "it goes on behind its end")

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
+from hibernode.apart import go_on
 from hibernode.errors import IntegrityError, RefusedError
 
 BLOCK: Final = 512
@@ -168,6 +169,7 @@ class Writer:
             if not piece:
                 raise StaleTreeError(path, "became shorter")
             self._out.write(piece)
+            go_on()
             start += len(piece)
             length -= len(piece)
 
@@ -181,6 +183,7 @@ class Writer:
             )
         self.entries += 1
         self._out.write(header)
+        go_on()
 
 
 class StaleTreeError(IntegrityError):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from hibernode.apart import go_on
 from hibernode.errors import RefusedError
 from hibernode.host import inroot, linux, mounts, procfs, sockets
 from hibernode.preflight import facts as f
@@ -167,6 +168,7 @@ class _Gatherer:
                 yield f.Task(stat, procfs.read_status(stat.pid))
 
     def _task(self, stat: Stat) -> f.Task:
+        go_on()
         pid = stat.pid
         status = procfs.read_status(pid)
         if stat.state in "ZX" or stat.is_kernel_thread:
