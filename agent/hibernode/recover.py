@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hibernode import links, restored
+from hibernode.apart import FILES_SECONDS, within
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
 from hibernode.container import leftovers
@@ -183,9 +184,9 @@ def _restore(
 
 
 def _guarded(id_: CheckpointId, kind: str, work: Callable[[], Recovered]) -> Iterator[Recovered]:
-    """Go on with the others where one cannot be dealt with: the next agent tries again."""
+    """Go on with the others where one cannot be dealt with, or hangs: the next agent tries again."""
     try:
-        yield work()
+        yield within(work, f"the {kind} of {id_}", "its recovery", seconds=FILES_SECONDS)
     except (OSError, HibernodeError) as error:
         log.error("%s: the interrupted %s cannot be dealt with: %s", id_, kind, error)  # noqa: TRY400
 

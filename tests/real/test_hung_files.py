@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from tests.real import images
 from tests.real.boxes import Box, Kit, Runtime
 from tests.real.hung_fs import hung
 from tests.real.node import Node, until
+from tests.real.places import placed
 
 pytestmark = [pytest.mark.criu, pytest.mark.containers]
 
 HUNG = "/srv/hung"
+DEADLINE = "20"
+"""Seconds; a dump takes one."""
 
 
 def worker(node: Node, runtime: Runtime, id_: str, **env: str) -> Box:
@@ -32,6 +36,12 @@ def worker(node: Node, runtime: Runtime, id_: str, **env: str) -> Box:
     box.counts_on()
     (box.root / HUNG[1:]).mkdir()
     return box
+
+
+def hang_dev(box: Box) -> AbstractContextManager[object]:
+    """Let a container's /dev hang, which is looked at before a dump and before a restore."""
+    (box.root / "dev/hung").mkdir()
+    return hung(box.pid, "/dev/hung")
 
 
 def get(node: Node, path: str) -> str:
@@ -101,3 +111,41 @@ def test_an_agent_that_is_stopped_gives_way_to_the_next_one(node: Node, kit: Kit
             new = node.start_agent()
             assert json.loads(node.run("status", "-o", "json").stdout)["pid"] == new.pid
         assert old.wait(timeout=60) == 0
+
+
+def test_a_dump_of_a_container_that_hangs_ends_at_its_deadline(node: Node, kit: Kit) -> None:
+    """It is answered and named; the worker runs on, and the next one is dumped."""
+    node.signals.mkdir()
+    id_, other_id = node.new_id(), node.new_id()
+    with kit.runtime("runc") as runtime:
+        box, other = worker(node, runtime, id_), worker(node, runtime, other_id)
+        with hang_dev(box):
+            node.start_agent(CHECKPOINT_DEADLINE_SECONDS=DEADLINE)
+            (box.root / "srv/ready").touch()
+            answer = node.done(id_)
+            assert answer["success"] is False
+            assert answer["error"].startswith("DeadlineExceeded")
+            assert stuck(node) == [f"container {box.id}"]
+            assert get(node, "/livez") == "ok\n"
+            (other.root / "srv/ready").touch()
+            assert node.done(other_id)["success"] is True, node.tail()
+
+
+def test_a_restore_into_a_container_that_hangs_ends_at_its_deadline(node: Node, kit: Kit) -> None:
+    """The placeholder is told and starts cold; the next one gets the worker."""
+    with placed(node, kit, "runc", "busybox") as place:
+        id_ = node.new_id()
+        source = place.start(id_)
+        source.counts_on()
+        place.freeze(source)
+        waiting = place.placeholder(id_, "--", "/bin/sh", "-c", "echo started cold; exec sleep 1000")
+        with hang_dev(waiting):
+            node.start_agent(RESTORE_PLACEHOLDERS="true", RESTORE_DEADLINE_SECONDS=DEADLINE)
+            until("cold start", lambda: "started cold\n" in waiting.log(), 60)
+            assert stuck(node) == [f"container {waiting.id}"]
+            assert "DeadlineExceeded" in node.run("events").stdout
+            assert get(node, "/livez") == "ok\n"
+            waiting.kill()
+            fresh = place.placeholder(id_)
+            until("restored worker", lambda: node.restored_phase(id_), 60)
+            fresh.counts_on()

@@ -60,9 +60,10 @@ def box(root: Path, script: str = "", *, kinds: int = KINDS, more: Sequence[str]
         [sys.executable, "-c", BOX, spec, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
+        # Either of the two processes may be the first to write.
+        pid, word = sorted(process.stdout.readline() for _ in range(2))
         try:
-            assert process.stdout.readline() == b"ready\n"
-            yield pid
+            assert word == b"ready\n"
+            yield int(pid)
         finally:
             process.communicate()

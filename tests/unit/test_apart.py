@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from hibernode import apart
+from hibernode import apart, recover
 from hibernode.apart import Stuck, each, go_on, in_daemon, stuck, within
 from hibernode.errors import StuckError
+from hibernode.recover import Ending, Recovered
+from tests.unit.artifact_kit import ID, OTHER
 from tests.unit.hostile import open_descriptors
 
 SOON = 0.5
@@ -154,6 +156,29 @@ def test_a_single_look_may_hang_too(gate: Gate) -> None:
         with pytest.raises(StuckError, match="a: a look"):
             within(gate, "a", WHAT, seconds=SOON)
     assert gate.begun == 1
+
+
+async def test_a_deadline_counts_from_the_last_sign_of_progress() -> None:
+    """However long the work takes as a whole."""
+    ended = threading.Event()
+
+    def works() -> int:
+        for _ in range(8):
+            ended.wait(SOON / 4)
+            go_on()
+        return 7
+
+    assert await apart.apart(works, "a", WHAT, seconds=SOON) == 7
+    assert within(works, "a", WHAT, seconds=SOON) == 7
+
+
+def test_a_recovery_that_hangs_holds_up_no_other(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted agent comes to work, and the next one tries again."""
+    monkeypatch.setattr(recover, "FILES_SECONDS", SOON)
+    done = Recovered(ID, "restore", "criu", Ending.UNDONE, "")
+    assert list(recover._guarded(ID, "restore", lambda: gate() and done)) == []  # type: ignore[return-value, arg-type]
+    assert owners() == [f"the restore of {ID}"]
+    assert list(recover._guarded(OTHER, "restore", lambda: done)) == [done]
 
 
 async def test_no_more_than_so_many_hang(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
