@@ -331,12 +331,8 @@ class Restorer:
             strict = request.strict or self.settings.restore.strict
             rows = await findings(artifact.manifest, criu, request, target, strict=strict)
             chosen = restore_options(artifact.manifest, self.settings, Path(), target)
-        args = options.restore_args(
-            artifact.path / "images",
-            Path("restored.pid"),
-            chosen,
-            work_dir=Path(),
-        )
+        pidfile = Path("restored.pid")
+        args = options.restore_args(artifact.path / "images", pidfile, chosen, work_dir=Path())
         return Plan(artifact, rows, [*criu.argv, *args])
 
     # the steps ----------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ def _compared(
 ) -> list[Finding]:
     facts = host_facts(manifest, criu.version)
     rows = container_findings(manifest, target)
+    if [row.verdict for row in rows] == [Verdict.FAIL]:
+        return rows  # a container for the node, or the other way round: nothing else means anything then
     if target is None:
         rows += _marker_row(manifest, id_)
     else:

@@ -22,7 +22,7 @@ from hibernode.events import EventLog
 from hibernode.journal import JOURNAL
 from hibernode.state import StateDir
 from hibernode.workload import CheckpointId
-from tests.unit.artifact_kit import ID, OTHER, PROCESS, put, seal
+from tests.unit.artifact_kit import FILES, ID, OTHER, PROCESS, put, seal
 from tests.unit.cli_kit import BAD_LOG, ESCAPE, HIBERNODE, Machine, full, machine
 
 __all__ = ["full", "machine"]  # fixtures
@@ -61,6 +61,68 @@ def test_hostile_log_lines_are_shown_as_escapes(machine):
     assert r"\x1b]0;t\x07" in out
     assert all(line.isprintable() for line in out.splitlines())
     assert len(machine.ok("logs", ID, "--lines", "1").splitlines()) == len(out.splitlines()) - 1
+
+
+CONTAINER = {
+    "id": "3f2a91c07be4" + "0" * 52,
+    "name": "worker",
+    "runtime": "containerd",
+    "pod_uid": "0b7ad2b4-3c5f-4d6e-8f90-123456789abc",
+    "mounts": [{"key": "m0", "mount_point": "/models", "fs_type": "ext4", "directory": True}],
+    "lower": ["/layers/7/fs", "/layers/1/fs"],
+    "diffs": [{"file": "rootfs.tar", "mount_point": "/", "entries": 12, "bytes": 2048}],
+}
+
+
+def put_container(machine: Machine) -> None:
+    """Put the checkpoint of a container into the store."""
+    with Store(machine.store).open() as store:
+        put(store, contents={**FILES, "rootfs.tar": b"tar"}, container=CONTAINER)
+
+
+def test_a_container_is_shown_with_its_image_its_changes_and_its_mounts(machine):
+    """What a restore has to bring along, without reading JSON."""
+    put_container(machine)
+    out = machine.ok("inspect", ID)
+    assert f"container worker, 3f2a91c07be4, containerd, pod {CONTAINER['pod_uid']}" in out
+    assert "image   2 layers, the topmost /layers/7/fs" in out
+    assert "changed rootfs.tar: 12 entries, 2.0 KiB" in out
+    assert "mounts  /models" in out
+    assert " worker " in machine.ok("list").splitlines()[1]
+    assert json.loads(machine.ok("list", "-o", "json"))["items"][0]["container"] == "worker"
+
+
+def test_a_container_without_one_to_take_it_is_refused_in_one_row(machine):
+    """Nothing of the node is compared with what was in a container."""
+    put_container(machine)
+    result = machine.run("restore", ID, "--dry-run", "-o", "json")
+    (row,) = json.loads(result.stdout)["findings"]
+    assert (result.returncode, row["check"], row["verdict"]) == (4, "restore.container", "fail")
+    assert "--into CONTAINER" in row["remedy"]
+
+
+def put_run(machine: Machine, started_at: float, log: str | None, **journal: object) -> None:
+    """Leave behind what a restore leaves."""
+    run = machine.state / "restores" / f"{ID}.{started_at:032.0f}"
+    run.mkdir(mode=0o700)
+    (run / "journal.json").write_text(json.dumps({"started_at": started_at, **journal}))
+    if log is not None:
+        (run / "restore.log").write_text(log)
+
+
+def test_the_log_of_a_restore_goes_with_the_reason_of_the_last_failure(machine):
+    """One that was refused has no log of CRIU's: the log of an older one must not mislead."""
+    with StateDir.open(machine.state).root:
+        pass
+    put_run(machine, 1.0, None, error="RestoreIncompatible: no mount at /models")
+    refused = machine.refused(1, "logs", "--restore", ID)
+    assert "its last restore failed before criu began: RestoreIncompatible: no mount at /models" in refused
+    put_run(machine, 2.0, "(00.1) Restore finished successfully. Tasks resumed.\n", error="")
+    out = machine.ok("logs", "--restore", ID)
+    assert "criu itself has succeeded" in out
+    assert "the last restore failed" not in out
+    put_run(machine, 3.0, None, error=f"PidInUse: {ESCAPE}x")
+    assert r"the last restore failed: PidInUse: \x1bx" in machine.ok("logs", "--restore", ID)
 
 
 def on_terminal(machine: Machine, *words: str) -> list[str]:

@@ -487,6 +487,25 @@ def test_causes_of_the_other_operation_do_not_count():
     assert diagnose(DUMP[11][2], 1, "restore").causes == ()
 
 
+HELPER = "(00.046680) Error (criu/util.c:657): exited, status=1\n"
+
+
+def test_the_exit_code_of_a_helper_is_no_lead():
+    """CRIU runs ip and iptables, which an image may lack, and goes on."""
+    found = diagnose(HELPER + "(00.06) Restore finished successfully. Tasks resumed.\n", 1, "restore")
+    assert (found.causes, found.raw, found.success) == ((), (), True)
+    found = diagnose(f"{HELPER}{RESTORE[0][2]}\n{HELPER}", 1, "restore")
+    assert found.success is False
+    assert found.causes
+    assert not any("exited, status" in line for line in found.raw)
+
+
+@pytest.mark.parametrize("text", ["(0.1) Error (x1) Restore finished successfully\n", URING_FD])
+def test_only_crius_own_line_says_that_it_has_succeeded(text):
+    """A worker's name can hold these words."""
+    assert diagnose(text, 1, "restore").success is False
+
+
 # hostile logs -----------------------------------------------------------------------------------------
 
 

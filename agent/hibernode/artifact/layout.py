@@ -89,7 +89,8 @@ class Artifact:
 class ArtifactInfo:
     """One row of the store's list. ``bytes``: of its files; ``created_at``: RFC 3339, UTC; sorts by time.
 
-    ``problem`` says what is wrong with one that is partial or corrupt.
+    ``problem`` says what is wrong with one that is partial or corrupt. ``container``: the name in its pod, or
+    the id, of the container that was dumped; empty for a process of the node.
     """
 
     id: CheckpointId
@@ -100,6 +101,7 @@ class ArtifactInfo:
     created_at: str
     pinned: bool = False
     problem: str = ""
+    container: str = ""
 
     @property
     def created_unix(self) -> float:

@@ -88,7 +88,7 @@ def describe(root: Dir, id_: CheckpointId, path: str) -> ArtifactInfo | None:
     """
     state = ArtifactState.COMPLETE if path == id_ else ArtifactState.PREVIOUS
     uuid = "" if path == id_ else path.rpartition("/")[2]
-    size = 0
+    size, container = 0, ""
     try:
         created = moment(root.stat(path).st_mtime)
         try:
@@ -96,6 +96,8 @@ def describe(root: Dir, id_: CheckpointId, path: str) -> ArtifactInfo | None:
                 size = tree_bytes(top)
                 manifest = load_manifest(top, id_, uuid)
                 uuid, created = manifest.uuid, manifest.created_at
+                if manifest.container is not None:
+                    container = manifest.container.name or manifest.container.id
                 problem = first_problem(check_tree(top, manifest, digests=False))
         except (IntegrityError, RefusedError) as error:
             problem = error.message
@@ -104,7 +106,8 @@ def describe(root: Dir, id_: CheckpointId, path: str) -> ArtifactInfo | None:
             state = ArtifactState.CORRUPT if problem else state
     except FileNotFoundError:
         return None
-    return ArtifactInfo(id_, uuid, state, root.path / path, size, created, is_pinned(root, id_), problem)
+    pinned = is_pinned(root, id_)
+    return ArtifactInfo(id_, uuid, state, root.path / path, size, created, pinned, problem, container)
 
 
 def _describe_staging(root: Dir, info: StagingInfo) -> ArtifactInfo | None:

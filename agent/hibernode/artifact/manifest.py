@@ -210,13 +210,14 @@ class DiffFacts(_Part):
 class ContainerFacts(_Part):
     """The container that the tree was; empty texts where nobody said.
 
-    ``net``: the inode of its network namespace if that is not the node's. ``lower``: the rootfs's lower
-    layers, where they were. ``memory_limit``: bytes, 0 for none. ``listening`` and ``connected``: addresses,
-    neither loopback nor wildcard, that listening sockets and kept connections are bound to. ``devices``:
-    paths of the device nodes below /dev.
+    ``name``: in its pod. ``net``: the inode of its network namespace if that is not the node's. ``lower``:
+    the rootfs's lower layers, where they were. ``memory_limit``: bytes, 0 for none. ``listening`` and
+    ``connected``: addresses, neither loopback nor wildcard, that listening sockets and kept connections are
+    bound to. ``devices``: paths of the device nodes below /dev.
     """
 
     id: Text
+    name: Text = ""
     runtime: Text = ""
     pod_uid: Text = ""
     net: Count = 0

@@ -12,6 +12,7 @@ from hibernode.cli.common import ID, open_store
 from hibernode.cli.main import Context
 from hibernode.cli.output import emit, output_option
 from hibernode.errors import HibernodeError, NotFoundError
+from hibernode.text import printable
 from hibernode.workload import CheckpointId
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ def _find(settings: Settings, id_: CheckpointId, operation: str) -> Path:
             candidates.append(open_store(settings).get(id_).path / "dump.log")
     candidates = [path for path in candidates if path.exists()]
     if not candidates:
+        failure = _failure(settings, id_) if operation == "restore" else ""
         raise NotFoundError(
-            f"no {operation} log of {id_} on this node",
+            f"no {operation} log of {id_} on this node"
+            + (f"; its last restore failed before criu began: {failure}" if failure else ""),
             remedy="'hibernode list' shows what is there; --restore shows the log of a restore",
         )
     return max(candidates, key=lambda path: path.stat().st_mtime)
@@ -66,9 +69,33 @@ def logs_command(context: Context, id_: CheckpointId, lines: int, output: str, *
     path = _find(context.load().settings, id_, operation)
     text = read_log(path)
     found = _diagnosis(text, operation)
+    failure = _failure(context.load().settings, id_) if restore_ else ""
     shown = text.splitlines()[-lines:]  # 0: all
     data = {"id": id_, "operation": operation, "path": str(path), "lines": shown, **_found_data(found)}
-    emit("Log", data, output, lambda: "\n".join([*shown, "", str(path), _found_text(found)]))
+    last = [f"the last restore failed: {failure}"] if failure else []
+    emit(
+        "Log",
+        {**data, "failure": failure},
+        output,
+        lambda: "\n".join([*shown, "", str(path), *last, _found_text(found)]),
+    )
+
+
+def _failure(settings: Settings, id_: CheckpointId) -> str:
+    """Read why the last restore failed; one that is refused has no log of CRIU's at all."""
+    from hibernode.journal import read_journal
+    from hibernode.state import StateDir
+
+    newest, failure = 0.0, ""
+    runs = StateDir.open(settings.state_dir).restores_dir
+    for name in runs.names():
+        if name.startswith(id_):
+            with suppress(OSError, HibernodeError, ValueError, TypeError), runs.subdir(name) as run:
+                journal = read_journal(run) or {}
+                began = float(journal.get("started_at", 0))
+                if began > newest:
+                    newest, failure = began, str(journal.get("error", ""))
+    return printable(failure, keep="")
 
 
 def _found_data(found: Diagnosis) -> dict[str, Any]:
@@ -79,7 +106,8 @@ def _found_data(found: Diagnosis) -> dict[str, Any]:
 
 
 def _found_text(found: Diagnosis) -> str:
-    causes = [f"{c.reason}: {c.message}\n  {c.remedy}" for c in found.causes] or ["no known cause"]
+    none = "criu itself has succeeded" if found.success else "no known cause"
+    causes = [f"{c.reason}: {c.message}\n  {c.remedy}" for c in found.causes] or [none]
     lines = [f"  {line}" for line in found.raw] or ["  none"]
     return "\n".join([*causes, "error lines:", *lines])
 

@@ -16,8 +16,11 @@ from hibernode.text import printable
 from hibernode.workload import CheckpointId
 
 if TYPE_CHECKING:
-    from hibernode.artifact.manifest import Manifest
+    from hibernode.artifact.manifest import ContainerFacts, Manifest
     from hibernode.artifact.store import ArtifactInfo, Store
+
+ID_DIGITS = 12
+"""Of a container's id, as the tools of runtimes show it; a name is cut too."""
 
 STATES = ["complete", "previous", "partial", "in-progress", "corrupt"]
 SORTS = {"id": lambda info: info.id, "age": lambda info: info.created_at, "size": lambda info: info.bytes}
@@ -31,6 +34,7 @@ def _info(info: ArtifactInfo) -> dict[str, Any]:
         "bytes": info.bytes,
         "createdAt": info.created_at,
         "pinned": info.pinned,
+        "container": info.container,
         "path": str(info.path),
         "problem": info.problem,
     }
@@ -57,13 +61,18 @@ def list_command(context: Context, state: str | None, sort: str, output: str) ->
                 human_bytes(info.bytes),
                 age(info.created_at),
                 "yes" if info.pinned else "",
+                info.container[:ID_DIGITS],
                 info.uuid[:8],
                 info.problem,
             )
             for info in infos
         ]
         empty = f"no {state or ''} checkpoints in the store {path}".replace("  ", " ")
-        return table(rows, ("ID", "STATE", "SIZE", "AGE", "PINNED", "UUID", "PROBLEM")) if rows else empty
+        return (
+            table(rows, ("ID", "STATE", "SIZE", "AGE", "PINNED", "CONTAINER", "UUID", "PROBLEM"))
+            if rows
+            else empty
+        )
 
     emit("ArtifactList", {"items": [_info(info) for info in infos]}, output, render)
 
@@ -95,6 +104,7 @@ def _tree(manifest: Manifest, path: str) -> str:
         f"├─ worker    pid {process.pid} ({process.comm}), uid {process.uids[0]}",
         f"│            seccomp mode {process.seccomp_mode}",
         f"│            {' '.join(process.cmdline)[:200]}",
+        *_container(manifest.container),
         f"├─ contract  {manifest.contract.era or 'none'} {manifest.contract.signal_file}",
         "├─ processes",
     ]
@@ -110,6 +120,22 @@ def _tree(manifest: Manifest, path: str) -> str:
     lines.append("└─ phases")
     lines += [f"   {human_seconds(value):>10}  {name}" for name, value in manifest.phases.items()]
     return "\n".join(printable(line, keep="") for line in lines)
+
+
+def _container(facts: ContainerFacts | None) -> list[str]:
+    if facts is None:
+        return []
+    pod = f"pod {facts.pod_uid}" if facts.pod_uid else ""
+    named = ", ".join(word for word in (facts.name, facts.id[:ID_DIGITS], facts.runtime, pod) if word)
+    image = f"{len(facts.lower)} layers, the topmost {facts.lower[0]}" if facts.lower else "no overlay"
+    diffs = [f"{diff.file}: {diff.entries} entries, {human_bytes(diff.bytes)}" for diff in facts.diffs]
+    places = [mount.mount_point for mount in facts.mounts]
+    return [
+        f"├─ container {named}",
+        f"│            image   {image}",
+        f"│            changed {'; '.join(diffs) or 'not carried'}",
+        f"│            mounts  {' '.join(places) or 'none'}",
+    ]
 
 
 @click.command("verify")

@@ -18,7 +18,7 @@ from hibernode.config import Settings
 from hibernode.container import mountplan, target
 from hibernode.container.mountplan import MountPlan
 from hibernode.criu.options import DumpOptions
-from hibernode.discovery.containers import Container
+from hibernode.discovery.containers import Container, name_in_pod
 from hibernode.host import cgroups, linux
 from hibernode.host.freezer import Freezer, usable_freezer
 from hibernode.host.inroot import open_root
@@ -72,6 +72,7 @@ def look(container: Container, process: Process, checked: Preflight, settings: S
     own_net = namespaces["net"] != checked.facts.agent_namespaces["net"]
     facts = ContainerFacts(
         id=container.ref.id,
+        name=name_in_pod(container),
         runtime=container.ref.runtime,
         pod_uid=container.ref.pod_uid,
         net=namespaces["net"] if own_net else 0,

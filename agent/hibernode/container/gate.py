@@ -73,7 +73,7 @@ def _init(target: Target) -> Finding:
             Verdict.FAIL,
             expected,
             f"pid {pid} ({target.comm}) with the processes {listed(map(str, target.others))}",
-            "restore into a fresh container",
+            "restore --into a fresh container, whose command is: hibernode-placeholder --wait 600 -- COMMAND",
         )
     waits = target.ours or target.comm in WAITING
     return row(
@@ -81,7 +81,8 @@ def _init(target: Target) -> Finding:
         Verdict.OK if waits else Verdict.FAIL,
         expected,
         f"pid {pid} ({target.comm})",
-        "its init would be ended together with the worker: start the container with 'hibernode placeholder'",
+        "its init would be ended together with the worker: give the container the command "
+        "hibernode-placeholder --wait 600 -- COMMAND, or sleep infinity",
     )
 
 
@@ -101,7 +102,7 @@ def _mounts(facts: ContainerFacts, target: Target) -> Finding:
         Verdict.FAIL if wrong else Verdict.OK,
         f"{len(facts.mounts)} mounts: {listed(entry.mount_point for entry in facts.mounts)}",
         listed(wrong) if wrong else "all there",
-        "give the container the same volume mounts as the worker had",
+        "give the container the volumeMounts of the worker (mounts in the config.json of runc)",
     )
 
 
@@ -125,7 +126,7 @@ def _rootfs(facts: ContainerFacts, target: Target) -> Finding:
             Verdict.SKIP,
             _layers(facts.lower),
             _layers(here),
-            "compare the images by hand; the files that the worker maps are compared one by one",
+            "see that image: is the same for both; the files that the worker maps are compared one by one",
         )
     if facts.lower == here:
         return row("restore.rootfs", Verdict.OK, _layers(facts.lower), "the same")
@@ -134,7 +135,8 @@ def _rootfs(facts: ContainerFacts, target: Target) -> Finding:
         Verdict.SKIP,
         _layers(facts.lower),
         _layers(here),
-        "layers of another place or image; the files that the worker maps are compared one by one",
+        "set image: as it was for the worker, unless the layers only lie elsewhere; its mapped files are "
+        "compared one by one",
     )
 
 
@@ -161,7 +163,7 @@ def _memory(manifest: Manifest, facts: ContainerFacts, target: Target) -> Findin
             Verdict.FAIL,
             f"{need} bytes for the worker's memory{shared}",
             found,
-            "raise the container's memory limit, at least to that of the source",
+            "raise resources.limits.memory of the container, at least to that of the source",
         )
     if free < need:
         return row(
@@ -169,14 +171,14 @@ def _memory(manifest: Manifest, facts: ContainerFacts, target: Target) -> Findin
             Verdict.WARN,
             f"{need} bytes, less what the worker's processes share",
             found,
-            "the limit is that of the source; if less is free than was there, the restore will fail",
+            "raise resources.limits.memory of the container if the restore fails: it is that of the source",
         )
     return row(
         "restore.memory_limit",
         Verdict.WARN if less else Verdict.OK,
         f"a limit of {facts.memory_limit} bytes" if facts.memory_limit else "no limit",
         found,
-        "the worker was started under a higher limit and may reach for it",
+        "raise resources.limits.memory of the container: the worker may reach for what it had",
     )
 
 
@@ -188,7 +190,7 @@ def _ids(facts: ContainerFacts, target: Target) -> Finding:
         Verdict.OK if expected == found else Verdict.FAIL,
         expected,
         found,
-        "restore into a container with the same user namespace settings",
+        "set hostUsers of the pod as it was for the worker (userns of runc)",
     )
 
 
@@ -220,7 +222,7 @@ def _network(facts: ContainerFacts, target: Target) -> Finding:
         Verdict.OK if expected == found else Verdict.FAIL,
         expected,
         found,
-        "hostNetwork must be the same for both",
+        "set hostNetwork of the pod as it was for the worker",
     )
 
 
@@ -247,7 +249,7 @@ def _connected(facts: ContainerFacts, target: Target) -> Finding:
         Verdict.OK if kept else Verdict.WARN,
         listed(facts.connected) or "no address of the container's own",
         "all there" if kept else f"addresses here: {listed(sorted(target.addresses))}",
-        "all TCP connections of the worker are closed in the restored one",
+        "let the worker connect again: with other addresses its TCP connections are closed (criu.tcp: close)",
     )
 
 
@@ -259,5 +261,5 @@ def _devices(facts: ContainerFacts, target: Target) -> Finding:
         Verdict.OK if not missing else Verdict.WARN if gpus else Verdict.FAIL,
         f"{len(facts.devices)} device nodes",
         f"missing: {listed(missing)}" if missing else "all there",
-        "give the container the same devices as the worker had",
+        "give the container the devices of the worker (resources.limits, or linux.devices in config.json)",
     )

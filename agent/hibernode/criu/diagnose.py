@@ -35,8 +35,12 @@ _NOTEWORTHY: Final = re.compile(
 
 _NOISE: Final = re.compile(
     r"rlimit: |RLIMIT_NOFILE|Unable to create tun|Unable to remove \S*/?cr-tmpfs|execvp\(\"?ip6?tables"
+    r"|criu/util\.c:\d+\): exited, status="
 )
-"""Harmless: no more descriptors allowed, no /dev/net/tun, a busy mount point, no iptables in the image."""
+"""Harmless: no more descriptors allowed, no /dev/net/tun, a busy mount point, no iptables in the image. A
+helper's exit code (ip, iptables) is no cause by itself: where it matters the next line says what for."""
+
+_SUCCESS: Final = re.compile(r"^\(\d+\.\d+\) (?:Restore|Dumping) finished successfully", re.MULTILINE)
 
 _END: Final = re.compile(r"\): (?:Dumping|Pre-dumping|Restoring) FAILED\.")
 _TIME: Final = re.compile(r"^\(\d+\.\d+\)? *")
@@ -54,10 +58,14 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The causes, the root cause first, and the log's error lines without the harmless ones."""
+    """The causes, the root cause first, and the log's error lines without the harmless ones.
+
+    ``success``: CRIU has done its work, so that what went wrong is not in this log.
+    """
 
     causes: tuple[Cause, ...]
     raw: tuple[str, ...]
+    success: bool = False
 
 
 def diagnose(log_text: str, returncode: int, operation: Operation) -> Diagnosis:
@@ -83,7 +91,8 @@ def diagnose(log_text: str, returncode: int, operation: Operation) -> Diagnosis:
     if returncode < 0:
         killed = _killed(-returncode)
         strong.setdefault(killed.reason, killed)
-    return Diagnosis(tuple((strong or weak).values()), tuple(raw))
+    success = _SUCCESS.search(log_text) is not None
+    return Diagnosis(tuple((strong or weak).values()), tuple(raw), success)
 
 
 def find_known(line: str, operation: Operation) -> tuple[Known, re.Match[str]] | None:

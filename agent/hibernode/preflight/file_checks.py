@@ -192,7 +192,7 @@ def check_paths(facts: Facts) -> Finding:
         "open files on mounts that the root of the tree sees",
         offenders(),
         remedy="the file was opened in another mount namespace, or its file system was unmounted or covered; "
-        "connect it to a pipe or to /dev/null instead",
+        "connect it to a pipe or to /dev/null instead, standard output of a container too",
         reason="MountNotVisible",
         fine="all",
     )
@@ -248,7 +248,8 @@ def check_tty(facts: Facts) -> Finding:
             for task, fd in facts.descriptors()
             if outside(task.pid, fd)
         ),
-        remedy="start the worker without a terminal: setsid CMD </dev/null >worker.log 2>&1",
+        remedy="start the worker without a terminal: setsid CMD </dev/null >worker.log 2>&1; a container "
+        "with tty: false (runc: terminal: false) and its output in a pipe",
         reason="TerminalAttached",
     )
 
