@@ -101,6 +101,16 @@ def _words(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _numbers(value: object) -> object:
+    """Take ``"48, 79"`` for a list of numbers, and no boolean for one."""
+    found = _words(value)
+    if isinstance(found, tuple):
+        if not all(isinstance(each, int) or (isinstance(each, str) and each.isdecimal()) for each in found):
+            raise ValueError("not a list of numbers; write 48, 79")
+        return tuple(int(_no_bool(each)) for each in found)  # type: ignore[call-overload]
+    return (found,) if isinstance(found, int) else found
+
+
 def _log_level(value: object) -> object:
     """Take the names of the eras' charts too, in any case."""
     if isinstance(value, str):
@@ -112,6 +122,7 @@ Count = Annotated[int, BeforeValidator(_no_bool)]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=_MAX_BYTES)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0, le=_MAX_SECONDS, allow_inf_nan=False)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
+Numbers = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 
 
@@ -201,6 +212,30 @@ class RestoreSettings(_Section):
     )
 
 
+FATAL_XIDS: Final = (46, 48, 63, 64, 74, 79, 94, 95, 119, 120)
+"""XIDs after which a GPU wants a reset or a repair, not only its application a restart.
+
+Chosen from NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors): 46 the GPU stopped; 48, 94, 95
+uncorrectable memory errors; 63, 64 rows or pages retired, and the failure to; 74 NVLink; 79 off the bus; 119,
+120 the GPU's own processor.
+"""
+
+
+class GpuSettings(_Section):
+    """What the agent asks NVIDIA's driver."""
+
+    enabled: bool = Field(True, description="look at the GPUs; without a driver nothing is done either way")
+    poll_seconds: Seconds = Field(10.0, ge=0.1, description="period of the look at all GPUs")
+    deadline_seconds: Seconds = Field(
+        5.0, gt=0, description="a call of the driver's that takes longer is stuck"
+    )
+    fatal_xids: Numbers = Field(FATAL_XIDS, description="XIDs that make an event, with commas between them")
+    pod_resources: AbsolutePath = Field(
+        Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
+        description="the kubelet's socket that tells who has which GPU; it need not be there",
+    )
+
+
 class GcSettings(_Section):
     """Retention. Zero turns a rule off; pinned artifacts are never removed."""
 
@@ -242,6 +277,7 @@ class Settings(_Section):
     runtime: RuntimeSettings = RuntimeSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     restore: RestoreSettings = RestoreSettings()
+    gpu: GpuSettings = GpuSettings()
     gc: GcSettings = GcSettings()
     server: ServerSettings = ServerSettings()
     log: LogSettings = LogSettings()
@@ -273,7 +309,7 @@ class Loaded:
     def options(self) -> Iterator[Option]:
         """Yield every key in the order of the models."""
         for key, field, found in _walk(self.settings):
-            value = ", ".join(found) if isinstance(found, tuple) else found  # as it may be written
+            value = ", ".join(map(str, found)) if isinstance(found, tuple) else found  # as it may be written
             yield Option(key, value, self.sources.get(key, "default"), field.description or "", env_name(key))
 
 

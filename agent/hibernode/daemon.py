@@ -31,6 +31,10 @@ from hibernode.discovery.signals import SignalDir
 from hibernode.discovery.watch import DirectoryWatcher, Mode
 from hibernode.errors import HibernodeError, StuckError
 from hibernode.events import EventLog
+from hibernode.gpu.checks import health_checks, summary
+from hibernode.gpu.metrics import metrics as gpu_metrics
+from hibernode.gpu.service import GpuService
+from hibernode.gpu.state import as_json
 from hibernode.health import Check, DegradedError, Health, in_thread
 from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics, Reading
@@ -106,6 +110,9 @@ class Agent:
                 look_again=self._changed,
             )
         )
+        self.gpus = GpuService(
+            settings.gpu, lambda kind, reason, text: self.event_log.add(kind, reason, "", text)
+        )
         self._pending: set[str] | None = set()
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
@@ -137,6 +144,7 @@ class Agent:
                 ("what hangs", self._watch_stuck),
                 ("gc", self._gc_by_time),
                 ("recovery", self._recover_by_time),
+                ("GPUs", self.gpus.run),
             ):
                 tasks.append(asyncio.create_task(self._guarded(name, work), name=name))
             settings = self.settings
@@ -150,6 +158,7 @@ class Agent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self.gpus.close()
             await self.watcher.stop()
             await self.queue.close()
             await server.stop()
@@ -318,8 +327,14 @@ class Agent:
                 if entry.phase is Phase.RUNNING and entry.key is not None
             ],
             "stuck": [dataclasses.asdict(entry) for entry in stuck()],
+            "gpu": summary(self.gpus.snapshot),
             "lastFailure": self.requests.last_failure,
         }
+
+    def gpu(self) -> dict[str, Any]:
+        """Describe the GPUs, from memory."""
+        found: dict[str, Any] = as_json(self.gpus.snapshot)
+        return found
 
     def events(self, limit: int) -> list[dict[str, Any]]:
         """List the newest events."""
@@ -377,6 +392,9 @@ class Agent:
         self.health.add(Check("store", in_thread(store)))
         self.health.add(Check("criu", in_thread(criu)))
         self.health.add(Check("containers", containers, required=False))
+        for check in health_checks(lambda: self.gpus.snapshot):
+            self.health.add(check)
+        self.metrics.add_collector("gpu", lambda: gpu_metrics(self.gpus.snapshot))
         self.metrics.add_collector("jobs", self._read_jobs)
         self.metrics.add_collector("watch", self._read_watch)
         self.metrics.add_collector(

@@ -70,6 +70,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
 Reading = Mapping[str, float | Mapping[str, float]]
 """Names of :data:`FAMILIES` to values; a family with a label has a mapping of label values to values."""
 
+Readings = Reading | list[Metric]
+"""What a collector gives; families with several labels come whole."""
+
 
 class Ended(Protocol):
     """What the outcomes of checkpoints and restores have in common; ``phases`` are seconds by name."""
@@ -192,7 +195,7 @@ class Metrics:
     # read when a scrape comes -------------------------------------------------------------------------
 
     def add_collector(
-        self, name: str, read: Callable[[], Reading], *, blocking: bool = False, keep_seconds: float = 0.0
+        self, name: str, read: Callable[[], Readings], *, blocking: bool = False, keep_seconds: float = 0.0
     ) -> None:
         """Register a reader of state.
 
@@ -200,7 +203,7 @@ class Metrics:
         else it runs on the loop and must be quick. A reading is used again for ``keep_seconds``.
         """
 
-        async def run() -> Reading:
+        async def run() -> Readings:
             return read()
 
         self._scraped.add(name, in_thread(read) if blocking else run, keep_seconds)
@@ -222,9 +225,10 @@ class _Scraped(Collector):
         self._probes: dict[str, Probe[list[Metric]]] = {}
         self._metrics: list[Metric] = []
 
-    def add(self, name: str, run: Callable[[], Awaitable[Reading]], keep: float) -> None:
+    def add(self, name: str, run: Callable[[], Awaitable[Readings]], keep: float) -> None:
         async def read() -> list[Metric]:
-            return list(_families(await run()))
+            found = await run()
+            return found if isinstance(found, list) else list(_families(found))
 
         if name in self._probes:
             raise ValueError(f"there is a collector {name} already")

@@ -47,8 +47,8 @@ _quiet.setLevel(logging.CRITICAL)
 class Api(Protocol):
     """What the JSON API asks the agent.
 
-    ``status``, ``events`` and ``jobs`` run on the loop, so they answer from memory, but ``status`` may
-    be a coroutine function; ``gc`` and ``retry`` run in a thread. HibernodeErrors reach the client with
+    ``status``, ``events``, ``jobs`` and ``gpu`` run on the loop, so they answer from memory, but ``status``
+    may be a coroutine function; ``gc`` and ``retry`` run in a thread. HibernodeErrors reach the client with
     their reason, remedy and exit code.
     """
 
@@ -60,6 +60,9 @@ class Api(Protocol):
 
     def jobs(self) -> list[dict[str, Any]]:
         """List what runs and waits."""
+
+    def gpu(self) -> dict[str, Any]:
+        """Describe the GPUs."""
 
     def gc(self, dry_run: bool) -> list[dict[str, Any]]:
         """Apply the retention rules; list what went, or what would go."""
@@ -119,6 +122,7 @@ class Server:
             ("GET", "/v1/status"): self._status,
             ("GET", "/v1/events"): self._events,
             ("GET", "/v1/jobs"): self._jobs,
+            ("GET", "/v1/gpu"): self._gpu,
             ("POST", "/v1/gc"): self._gc,
             ("POST", "/v1/retry"): self._retry,
         }
@@ -197,6 +201,10 @@ class Server:
     async def _jobs(self, request: web.BaseRequest) -> Reply:
         _query(request)
         return _object("JobList", {"items": self._api.jobs()})
+
+    async def _gpu(self, request: web.BaseRequest) -> Reply:
+        _query(request)
+        return _object("Gpus", self._api.gpu())
 
     async def _gc(self, request: web.BaseRequest) -> Reply:
         """Remove nothing unless ``dry_run=false`` says so in as many words."""

@@ -66,6 +66,10 @@ class Agent:
         self._note("jobs")
         return []
 
+    def gpu(self) -> dict[str, Any]:
+        self._note("gpu")
+        return {"gpus": []}
+
     def gc(self, dry_run: bool) -> list[dict[str, Any]]:
         self._note("gc", dry_run)
         return [{"id": ID}]
@@ -401,6 +405,7 @@ async def test_the_api_answers_the_client(tmp_path):
         }
         assert (await ask(lambda: api.get("/v1/events", limit=7)))["items"] == [{"reason": "R"}]
         assert (await ask(lambda: api.get("/v1/jobs")))["kind"] == "JobList"
+        assert (await ask(lambda: api.get("/v1/gpu")))["kind"] == "Gpus"
         assert (await ask(lambda: api.post("/v1/gc")))["dryRun"] is True
         assert (await ask(lambda: api.post("/v1/gc", dry_run="false")))["items"] == [{"id": ID}]
         assert (await ask(lambda: api.post("/v1/retry", id=ID)))["id"] == ID

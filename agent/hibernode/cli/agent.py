@@ -46,8 +46,22 @@ def _status(status: dict[str, Any]) -> str:
         f"stuck      {entry['owner']}: {entry['what']}, for {human_seconds(entry['seconds'])}"
         for entry in status["stuck"]
     ]
+    lines += _gpu(status.get("gpu") or {"nvml": "unknown"})
     lines.append(f"failure    {status['lastFailure'] or 'none'}")
     return "\n".join(lines)
+
+
+def _gpu(gpu: dict[str, Any]) -> list[str]:
+    """Say it in a line, and one for each trouble."""
+    if gpu["nvml"] != "up":
+        stale = f", last read {age(gpu['staleSince'])} ago" if gpu.get("staleSince") else ""
+        return [f"gpu        NVML {gpu['nvml']}{stale}: {gpu.get('reason') or 'nothing known'}"]
+    counts = f"{gpu['gpus']} GPUs, {gpu['migInstances']} MIG instances"
+    held = f"{gpu['processes']} processes in {gpu['pods']} pods"
+    return [
+        f"gpu        driver {gpu['driver'] or '?'}, {counts}, {held}",
+        *(f"  {trouble}" for trouble in gpu["troubles"]),
+    ]
 
 
 @click.command("events")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from hibernode.cli.common import failed, finding_data, finding_table, open_process
+from hibernode.cli.common import failed, finding_data, finding_table, open_process, run_async
 from hibernode.cli.main import Context
 from hibernode.cli.output import emit, output_option
 from hibernode.errors import HibernodeError
@@ -21,6 +21,8 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
 
     from hibernode.cri_checks import cri_findings
     from hibernode.criu.runner import Criu, find_criu
+    from hibernode.gpu.checks import findings as gpu_findings
+    from hibernode.gpu.service import look_once
     from hibernode.host.cgroups import see_whole
     from hibernode.preflight import host_findings, preflight
 
@@ -37,6 +39,7 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     profile = files("hibernode").joinpath("data/block-iouring.json").read_bytes()
     findings += host_findings(settings, criu, shipped_profile=profile)
     findings += cri_findings(settings.runtime.socket)
+    findings += gpu_findings(run_async(lambda: look_once(settings.gpu)))
     if pid is not None:
         with open_process(pid) as process:
             findings += preflight(process, settings, criu, settings.store.path).findings

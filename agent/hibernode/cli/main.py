@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "explain": ("logs", "Name the cause in a CRIU log"),
     "events": ("agent", "Show what the agent did"),
     "status": ("agent", "Show what the agent is doing"),
+    "gpu": ("gpu", "Show the GPUs, and which pods hold them"),
     "retry": ("agent", "Forget the failed attempts on an id"),
     "doctor": ("doctor", "Check this machine, change nothing"),
     "seccomp": ("seccomp", "The profile that blocks io_uring"),

@@ -27,6 +27,7 @@ __all__ = (
     "containers",
     "find",
     "hold",
+    "mounted_name",
     "name_in_pod",
 )
 
@@ -170,10 +171,15 @@ def container_of(pid: int) -> Container | None:
 
 def name_in_pod(container: Container) -> str:
     """Return a container's name in its pod; empty when no mount of the kubelet's tells it."""
+    return mounted_name(container.pid, container.ref.pod_uid)
+
+
+def mounted_name(pid: int, pod_uid: str) -> str:
+    """Return the name of a process's container in the pod that it is in, as :func:`name_in_pod` does."""
     with contextlib.suppress(OSError, ValueError):
-        for mount in mounts(container.pid):
+        for mount in mounts(pid):
             match = _TERMINATION_LOG.fullmatch(mount.root)
-            if match is not None and match["uid"] == container.ref.pod_uid:
+            if match is not None and match["uid"] == pod_uid:
                 return match["name"]
     return ""
 
