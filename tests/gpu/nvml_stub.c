@@ -225,7 +225,7 @@ nvmlReturn_t nvmlInitWithFlags(unsigned int flags) {
 nvmlReturn_t nvmlShutdown(void) {
     CALL("Shutdown");
     pthread_mutex_lock(&lock);
-    inits--;
+    if (--inits <= 0) inits = queue_head = queue_tail = 0;
     pthread_mutex_unlock(&lock);
     return OK;
 }

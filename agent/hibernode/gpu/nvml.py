@@ -130,7 +130,7 @@ class Nvml:
 
     @contextmanager
     def use(self) -> Iterator[Any]:
-        """Hold the library while the block runs; gives nvidia-ml-py's module.
+        """Hold the library while the block runs; gives nvidia-ml-py's module, whose errors become ours.
 
         :raises NvmlError: it is not up.
         """
@@ -141,7 +141,8 @@ class Nvml:
         try:
             import pynvml  # noqa: PLC0415 - as above
 
-            yield pynvml
+            with translated("NVML"):
+                yield pynvml
         finally:
             with self._idle:
                 self._users -= 1

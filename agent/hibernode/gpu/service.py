@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from hibernode.config import GpuSettings
 from hibernode.gpu.calls import Calls, StuckError
-from hibernode.gpu.events import EventWatch
+from hibernode.gpu.events import WAIT_MS, EventWatch
 from hibernode.gpu.nvml import LIBRARY_NOT_FOUND, OVER, UNKNOWN, Nvml, NvmlError, failed
 from hibernode.gpu.owners import Owners, boot_ticks
 from hibernode.gpu.podresources import PodResourcesError, allocations
@@ -56,6 +56,7 @@ class GpuService:
         owners: Owners | None = None,
         restart_seconds: float = RESTART_SECONDS,
         watch_events: bool = True,
+        wait_ms: int = WAIT_MS,
     ) -> None:
         self._settings, self._tell = settings, tell
         self._restart_seconds = restart_seconds
@@ -67,7 +68,7 @@ class GpuService:
         self._started_at = 0.0
         self._asked_kubelet_at: float | None = None
         fatal = frozenset(settings.fatal_xids)
-        self._watch = EventWatch(self._nvml, fatal, self._tell_fatal)
+        self._watch = EventWatch(self._nvml, fatal, self._tell_fatal, wait_ms=wait_ms)
         self._watching = not watch_events
         off = Snapshot(NvmlState.OFF, "gpu.enabled is off")
         starting = Snapshot(NvmlState.STARTING, "not asked yet", fatal_xids=settings.fatal_xids)
