@@ -82,7 +82,8 @@ async def make(stub: Stub, told: Told) -> AsyncIterator[Make]:
     stub.lines.clear()
     stub.write()
     for service in made:
-        await until(lambda service=service: not service._driver.stuck)
+        while service._driver.stuck:
+            await asyncio.sleep(0.005)
         service.close()
         assert await asyncio.to_thread(service._nvml.stop, GENEROUS_SECONDS)
     os.environ.pop("NVML_STUB", None)

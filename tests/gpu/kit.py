@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 SONAME = "libnvidia-ml.so.1"
 SOURCE = Path(__file__).with_name("nvml_stub.c")
@@ -25,7 +23,17 @@ def build(directory: Path) -> Path:
     """Build the library; returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / SONAME
-    command = ["gcc", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{SONAME}", "-o", library, SOURCE, "-lpthread"]
+    command: list[str | Path] = [
+        "gcc",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{SONAME}",
+        "-o",
+        library,
+        SOURCE,
+        "-lpthread",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return library
 
@@ -84,6 +92,7 @@ class Stub:
         pid: int,
         memory: int = GIB,
         kind: str = "compute",
+        *,
         gi: int = NONE,
         ci: int = NONE,
     ) -> None:
@@ -124,12 +133,3 @@ class Stub:
     def env(self, library: Path) -> dict[str, str]:
         """Build what a child process needs to find the library and this file."""
         return {"LD_LIBRARY_PATH": str(library.parent), "NVML_STUB": str(self.path)}
-
-
-def forget_nvml() -> None:
-    """Have nvidia-ml-py's count of starts be as in a fresh process."""
-    import pynvml
-
-    module: Any = pynvml
-    os.environ.pop("NVML_STUB", None)
-    module._nvmlLib_refcount = 0

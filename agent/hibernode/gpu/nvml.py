@@ -173,43 +173,52 @@ class Nvml:
     # one GPU ------------------------------------------------------------------------------------------
 
     def gpu(self, index: int) -> Gpu:
-        """Read one GPU.
+        """Read one GPU; one that answers with an error in the middle is ``lost`` or ``failed``.
 
-        :raises NvmlError: it does not even say its name, it is lost, or nothing can be read from any.
+        :raises NvmlError: it does not even say its UUID, or nothing can be read from any GPU.
         """
         with self.use() as pynvml:
             with translated(f"the GPU with index {index}"):
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 uuid = _uuid(pynvml.nvmlDeviceGetUUID(handle))
-            take = Take(pynvml, OVER | GONE)
-            with translated(uuid):
-                take(("name",), lambda: _words(pynvml.nvmlDeviceGetName(handle)))
-                take(("pci_bus_id",), lambda: _words(pynvml.nvmlDeviceGetPciInfo(handle).busId))
-                take(("minor",), lambda: int(pynvml.nvmlDeviceGetMinorNumber(handle)))
-                names = take.values
-                take = Take(pynvml, OVER | GONE)
-                for fields, read in READINGS:
-                    take(fields, _bound(read, pynvml, handle))
-                instances = tuple(_instances(pynvml, handle)) if take.values["mig_mode"] else ()
-                processes, reason = _processes(pynvml, handle, instances)
-                if processes is None:
-                    take.unavailable["processes"] = reason
-                readings = Readings(**take.values, unavailable=take.unavailable)
-            return Gpu(
-                uuid,
-                index,
-                name=names.get("name") or "",
-                pci_bus_id=names.get("pci_bus_id") or "",
-                minor=names.get("minor"),
-                readings=readings,
-                instances=instances,
-                processes=processes,
-            )
+            try:
+                with translated("NVML"):
+                    return _read(pynvml, handle, uuid, index)
+            except NvmlError as error:
+                if error.code in OVER:
+                    raise
+                return failed(index, error, uuid)
 
 
-def failed(index: int, error: NvmlError) -> Gpu:
+def failed(index: int, error: NvmlError, uuid: str = "") -> Gpu:
     """Describe a GPU that has not answered as it should."""
-    return Gpu("", index, GpuState.LOST if error.code in GONE else GpuState.FAILED, error.message)
+    return Gpu(uuid, index, GpuState.LOST if error.code in GONE else GpuState.FAILED, error.message)
+
+
+def _read(pynvml: Any, handle: Any, uuid: str, index: int) -> Gpu:
+    """Read all of a GPU; what holds for all of it is raised as nvidia-ml-py does."""
+    take = Take(pynvml, OVER | GONE)
+    take(("name",), lambda: _words(pynvml.nvmlDeviceGetName(handle)))
+    take(("pci_bus_id",), lambda: _words(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+    take(("minor",), lambda: int(pynvml.nvmlDeviceGetMinorNumber(handle)))
+    known = take.values
+    take = Take(pynvml, OVER | GONE)
+    for fields, read in READINGS:
+        take(fields, _bound(read, pynvml, handle))
+    instances = tuple(_instances(pynvml, handle)) if take.values["mig_mode"] else ()
+    processes, reason = _processes(pynvml, handle, instances)
+    if processes is None:
+        take.unavailable["processes"] = reason
+    return Gpu(
+        uuid,
+        index,
+        name=known["name"] or "",
+        pci_bus_id=known["pci_bus_id"] or "",
+        minor=known["minor"],
+        readings=Readings(**take.values, unavailable=take.unavailable),
+        instances=instances,
+        processes=processes,
+    )
 
 
 def _bound(read: Callable[[Any, Any], Any], pynvml: Any, handle: Any) -> Callable[[], Any]:

@@ -88,6 +88,13 @@ class GpuService:
             await asyncio.sleep(self._settings.poll_seconds)
 
     async def poll(self) -> Snapshot:
+        """Read everything once, and tell what has changed."""
+        before = self._snapshot
+        now = await self.read()
+        self._say_changes(before, now)
+        return now
+
+    async def read(self) -> Snapshot:
         """Read everything once; nothing that NVML does is raised."""
         before, began = self._snapshot, time.monotonic()
         try:
@@ -114,7 +121,6 @@ class GpuService:
             if isinstance(error, NvmlError):
                 await self._stop()
         self._snapshot = await self._with_allocations(now, before)
-        self._say_changes(before, now)
         return self.snapshot
 
     def close(self) -> None:
@@ -258,6 +264,6 @@ async def look_once(settings: GpuSettings) -> Snapshot:
     """Read everything once, for a command without an agent: no events, and no more than this look's time."""
     service = GpuService(settings, watch_events=False)
     try:
-        return await service.poll()
+        return await service.read()
     finally:
         service.close()
