@@ -262,3 +262,19 @@ def test_the_driver_that_hangs_ends_the_command(node: tuple[Machine, dict[str, s
     stub.say("hang DeviceGetCount -2")
     out = here.ok("--set", "gpu.deadline_seconds=300ms", "gpu", **env)
     assert "NVML is stuck" in out
+
+
+def test_a_library_that_cannot_be_loaded_is_no_absent_one(machine: Machine, tmp_path: Path) -> None:
+    """A damaged one says that somebody wanted a GPU here; nvidia-ml-py alone would call it not found."""
+    (tmp_path / "libnvidia-ml.so.1").write_bytes(b"no library at all")
+    out = machine.ok("gpu", LD_LIBRARY_PATH=str(tmp_path))
+    assert "NVML is broken: " in out
+    assert "file too short" in out or "invalid ELF header" in out
+
+
+def test_every_metric_is_in_the_document() -> None:
+    """Under its whole name, and no other is."""
+    text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    named = set(re.findall(r"`(hibernode_(?:gpu|nvml)_\w+)`", text))
+    names = {family.name + "_total" * (family.type == "counter") for family in metrics(SNAPSHOT)}
+    assert named == names

@@ -7,6 +7,7 @@ word for it. What comes from the library is not trusted to be text.
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from hibernode.errors import HibernodeError
 from hibernode.gpu.readings import MIG_FIELDS, READINGS, Take
 from hibernode.gpu.state import Gpu, GpuProcess, GpuState, MigInstance, Readings, Versions
 from hibernode.text import printable
+
+LIBRARY: Final = "libnvidia-ml.so.1"
+"""As nvidia-ml-py asks the loader for it: by its name, so wherever ld.so looks."""
 
 UNINITIALIZED: Final = 1
 NOT_FOUND: Final = 6
@@ -39,6 +43,9 @@ GONE: Final = frozenset({GPU_IS_LOST, RESET_REQUIRED})
 _UUID: Final = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]{1,90}")
 _MAX_TEXT: Final = 96
 """nvml.h: NVML_DEVICE_UUID_V2_BUFFER_SIZE, the longest of its texts that are shown."""
+
+_MAX_ERROR: Final = 512
+"""Of the loader's sentence, which has a path in it."""
 
 _LISTS: Final = (
     ("compute", "nvmlDeviceGetComputeRunningProcesses_v3"),
@@ -105,6 +112,7 @@ class Nvml:
         """
         if self._up:
             return
+        _find_library()
         import pynvml  # noqa: PLC0415 - as above
 
         with translated("nvmlInit"):
@@ -274,12 +282,24 @@ def _larger(one: int | None, other: int | None) -> int | None:
     return max(known, default=None)
 
 
+def _find_library() -> None:
+    """Load the library as nvidia-ml-py will, which would call every failure an absence.
+
+    On a node without a driver this is all that is done, so nvidia-ml-py takes no memory there.
+    """
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        absent = "No such file" in str(error)
+        raise NvmlError(_words(error, _MAX_ERROR), LIBRARY_NOT_FOUND if absent else UNKNOWN) from error
+
+
 # texts ------------------------------------------------------------------------------------------------
 
 
-def _words(text: object) -> str:
+def _words(text: object, limit: int = _MAX_TEXT) -> str:
     """Let a text of the driver's through the gate."""
-    return printable(str(text)[:_MAX_TEXT].strip(), keep="")
+    return printable(str(text)[:limit].strip(), keep="")
 
 
 def _uuid(text: object) -> str:

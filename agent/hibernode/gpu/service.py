@@ -217,7 +217,7 @@ class GpuService:
     async def _stop(self) -> None:
         """Stop NVML in its own thread. While a call hangs in it, it stays as it is."""
         seconds = self._settings.deadline_seconds
-        if self._driver.stuck:
+        if self._driver.stuck or not self._nvml.up:
             return
         try:
             await self._driver.run("a stop of NVML", lambda: self._nvml.stop(seconds), seconds + 1)
