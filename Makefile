@@ -29,7 +29,9 @@ format: setup ## Lay out the code and fix what can be fixed
 	@$(BIN)/ruff format .
 
 # setuptools is pinned too: it builds the editable install.
-lock: setup ## Pin every dependency again (ARGS=--upgrade for newer versions)
+# Without setup where uv is there: setup refuses a pyproject.toml that asks for more than is pinned.
+lock: ## Pin every dependency again (ARGS=--upgrade for newer versions)
+	@test -x $(BIN)/uv || scripts/setup.sh
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 	| $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --extra dev --extra nixl \
 	  --generate-hashes --no-emit-index-url --no-emit-find-links \
