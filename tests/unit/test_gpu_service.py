@@ -12,11 +12,12 @@ from hibernode.gpu.calls import Calls, StuckError
 from hibernode.gpu.checks import findings, gpu_troubles, health_checks, nvml_trouble, summary
 from hibernode.gpu.metrics import metrics
 from hibernode.gpu.roster import Roster
+from hibernode.gpu.service import GpuService
 from hibernode.gpu.state import Gpu, GpuState, NvmlState, Snapshot
 from hibernode.health import Health, State, worst
 from hibernode.metrics import Metrics
 from hibernode.workload import Verdict
-from tests.gpu.fixtures import Make, Told, library, make, stub, told, until
+from tests.gpu.fixtures import GENEROUS_SECONDS, Make, Told, library, make, stub, told, until
 from tests.gpu.kit import CLOCK, DOUBLE_BIT, POWER, XID, Stub, uuid
 
 __all__ = ["library", "make", "stub", "told"]  # fixtures
@@ -200,8 +201,9 @@ async def test_a_gpu_that_hangs_is_stuck_alone(stub: Stub, make: Make, told: Tol
     for index in range(4):
         stub.add_gpu(index)
     stub.write()
-    service = make(deadline_seconds=1.0)
-    await service.poll()
+    service = make(deadline_seconds=3.0)
+    await until_up(service)
+    told.events.clear()
     threads = threading.active_count()
     with stub.saying("hang DeviceGetPowerUsage 2"):
         for _ in range(5):
@@ -220,9 +222,8 @@ async def test_a_driver_that_hangs_makes_no_answer_late(stub: Stub, make: Make, 
     stub.add_gpu(0)
     stub.write()
     service = make(deadline_seconds=SHORT)
-    service._settings = service._settings.model_copy(update={"deadline_seconds": 30.0})
-    good = await service.poll()
-    service._settings = service._settings.model_copy(update={"deadline_seconds": SHORT})
+    good = await until_up(service)
+    told.events.clear()
     threads = threading.active_count()
     exporter = Metrics()
     exporter.add_collector("gpu", lambda: metrics(service.snapshot))
@@ -240,8 +241,37 @@ async def test_a_driver_that_hangs_makes_no_answer_late(stub: Stub, make: Make, 
             assert "hibernode_gpu_power_watts{" not in text
             assert threading.active_count() <= threads + 1
     await until(lambda: not service._driver.stuck)
-    assert states(await service.poll()) == [GpuState.OK]
-    assert told.reasons() == ["NvmlDown", "NvmlRecovered"]
+    assert states(await until_up(service)) == [GpuState.OK]
+    assert told.reasons()[0] == "NvmlDown"
+    assert told.reasons()[-1] == "NvmlRecovered"
+
+
+async def test_a_stop_that_hangs_is_waited_for(stub: Stub, make: Make) -> None:
+    """NVML is not started while its stop hangs; when that is back it is."""
+    stub.add_gpu(0)
+    service = make(deadline_seconds=2.0)
+    await until_up(service)
+    generation = service._nvml.generation
+    hang, fail = "hang Shutdown -2", f"fail SystemGetDriverVersion -2 {DRIVER_NOT_LOADED}"
+    with stub.saying(hang):
+        with stub.saying(fail):
+            assert (await service.poll()).state is NvmlState.BROKEN
+        for _ in range(2):
+            found = await service.poll()
+            assert found.state is NvmlState.STUCK
+        assert service._nvml.generation == generation
+    await until(lambda: not service._driver.stuck)
+    assert states(await until_up(service)) == [GpuState.OK]
+    assert service._nvml.generation > generation
+
+
+async def until_up(service: GpuService) -> Snapshot:
+    """Poll until a short deadline was enough, which a loaded machine may miss."""
+    deadline = time.monotonic() + GENEROUS_SECONDS
+    while (found := await service.poll()).state is not NvmlState.UP or any(found.troubled()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    return found
 
 
 # events -----------------------------------------------------------------------------------------------

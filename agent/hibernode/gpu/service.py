@@ -59,7 +59,7 @@ class GpuService:
         wait_ms: int = WAIT_MS,
     ) -> None:
         self._settings, self._tell = settings, tell
-        self._restart_seconds = restart_seconds
+        self._restart_seconds, self._turn_seconds = restart_seconds, wait_ms / 1000
         self._owners = owners or Owners()
         self._nvml = Nvml()
         self._driver, self._node = Calls(), Calls()
@@ -206,7 +206,10 @@ class GpuService:
         else:
             state = NvmlState.BROKEN
         return replace(
-            before, state=state, reason=str(error.message), stale_since=before.taken_at or time.time()
+            before,
+            state=state,
+            reason=str(error.message),
+            stale_since=before.taken_at or before.stale_since or time.time(),
         )
 
     async def _start_anew_if(self, unwell: bool) -> None:
@@ -215,12 +218,15 @@ class GpuService:
             await self._stop()
 
     async def _stop(self) -> None:
-        """Stop NVML in its own thread. While a call hangs in it, it stays as it is."""
-        seconds = self._settings.deadline_seconds
+        """Stop NVML in its own thread. While a call hangs in it, it stays as it is.
+
+        The stop waits for the wait for events to turn. One that hangs itself is NVML's silence as a whole.
+        """
+        seconds = self._settings.deadline_seconds + self._turn_seconds
         if self._driver.stuck or not self._nvml.up:
             return
         try:
-            await self._driver.run("a stop of NVML", lambda: self._nvml.stop(seconds), seconds + 1)
+            await self._driver.run(NVML, lambda: self._nvml.stop(seconds), seconds + 1)
         except StuckError as error:
             log.warning("%s", error.message)
 
