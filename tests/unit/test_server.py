@@ -413,6 +413,7 @@ async def test_the_api_answers_the_client(tmp_path):
         ("status",),
         ("events", 7),
         ("jobs",),
+        ("gpu",),
         ("gc", True),
         ("gc", False),
         ("retry", ID),
