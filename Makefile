@@ -4,19 +4,25 @@ BIN := .venv/bin
 # Extra arguments: make test ARGS="-k seccomp -x", make lock ARGS=--upgrade
 ARGS ?=
 
-.PHONY: help setup demo test lint format lock bench clean
+.PHONY: help setup cluster-tools demo test test-cluster lint format lock bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Make this checkout ready: .venv, pinned packages, CRIU (the other targets call it)
 	@scripts/setup.sh
+
+cluster-tools: setup ## Build etcd, kube-apiserver and the like, once a machine (test-cluster calls it)
+	@scripts/cluster-tools.sh
 
 demo: setup ## Freeze a warm worker and bring it back to life
 	@$(BIN)/python scripts/demo.py $(ARGS)
 
 test: setup ## Run the tests (ARGS="-k word" to choose)
 	@$(BIN)/python -m pytest -n 3 -m "not cluster and not bench" $(ARGS)
+
+test-cluster: cluster-tools ## Run the tests that need a real API server (ARGS as above)
+	@$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 lint: setup ## Check style, types and import contracts
 	@$(BIN)/ruff check .

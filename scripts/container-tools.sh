@@ -4,6 +4,7 @@
 # used. Run it as often as you like: it asks apt only for what is missing.
 set -euo pipefail
 export LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive PATH=$PATH:/usr/sbin:/sbin
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 # missing_packages: by what they give, from wherever it is.
 missing_packages() {
@@ -23,6 +24,4 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
   printf '  install them as root, on Debian: apt-get install %s\n' "${packages[*]}" >&2
   exit 1
 fi
-install=(apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "${packages[@]}")
-# A fresh machine has no list of packages yet, an old one a stale list.
-"${install[@]}" || { apt-get -q update && "${install[@]}"; }
+apt_install "${packages[@]}"

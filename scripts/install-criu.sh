@@ -13,6 +13,7 @@
 set -euo pipefail
 export LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive
 umask 022 # hibernode refuses a CRIU that others than root could have changed
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 # 4.1.1 fails on every TCP and UDP socket on kernel 6.18: SO_PASSCRED on inet sockets is refused there.
 readonly MINIMUM=4.2
@@ -42,44 +43,6 @@ shell_word() {
   if [[ $1 =~ ^[A-Za-z0-9_./:+-]+$ ]]; then printf '%s' "$1"; else printf "'%s'" "${1//\'/\'\\\'\'}"; fi
 }
 
-debian_archives() {
-  apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' |
-    grep -v '^cdrom:' | awk '!seen[$0]++'
-}
-
-# sid_apt deb|deb-src: an apt of its own in $work that knows sid and no installed package.
-sid_apt() {
-  local archive keyring signed=''
-  archive=$(debian_archives | head -n 1) || true
-  if [ -z "$archive" ]; then
-    # A fresh image has no lists yet, so apt cannot tell which of its sources is Debian's.
-    apt-get -q update >&2 || true
-    archive=$(debian_archives | head -n 1) || true
-  fi
-  if [ -z "$archive" ]; then
-    say "apt knows no Debian archive on this machine"
-    return 1
-  fi
-  for keyring in /usr/share/keyrings/debian-archive-keyring.{gpg,pgp}; do
-    [ -r "$keyring" ] && signed="signed-by=$keyring" && break
-  done
-  mkdir -p "$work"/{lists,archives}/partial
-  : >"$work/status"
-  local -A index=([deb]=Packages [deb-src]=Sources)
-  printf '%s [%s lang=none target=%s] %s sid main\n' "$1" "$signed" "${index[$1]}" "$archive" >"$work/sources.list"
-  # Check-Valid-Until: sid's index is valid for a week only and a mirror may lag. The signature is checked.
-  cat >"$work/apt.conf" <<EOS
-Dir::State "$work"; Dir::State::lists "$work/lists"; Dir::State::status "$work/status";
-Dir::Cache "$work"; Dir::Cache::archives "$work/archives";
-Dir::Etc::sourcelist "$work/sources.list"; Dir::Etc::sourceparts "/dev/null";
-Dir::Etc::preferences "/dev/null"; Dir::Etc::preferencesparts "/dev/null";
-APT::Architectures { "$(dpkg --print-architecture)"; };
-APT::Install-Recommends "false"; APT::Sandbox::User "$(id -un)";
-Acquire::Check-Valid-Until "false"; Acquire::Retries "3";
-EOS
-  APT_CONFIG=$work/apt.conf apt-get -q update >&2
-}
-
 # first_of PATH...: the first that exists.
 first_of() {
   local path
@@ -91,7 +54,7 @@ first_of() {
 
 from_sid() {
   local triplet loader libraries program deb
-  sid_apt deb || return 1
+  private_apt "$work" deb sid || return 1
   APT_CONFIG=$work/apt.conf apt-get -q -y --download-only install criu >&2 || return 1
   for deb in "$work"/archives/*.deb; do dpkg-deb --extract "$deb" "$new" || return 1; done
   rm -rf "$new"/usr/share/{doc,man,locale,i18n,info,lintian,bug,zoneinfo} "$new"/usr/lib/*/gconv \
@@ -114,14 +77,12 @@ from_sid() {
 
 from_source() {
   local tarball
-  sid_apt deb-src || return 1
+  private_apt "$work" deb-src sid || return 1
   # The source package's own files may be missing from a mirror; upstream's tarball is all that is needed.
   # apt checks it against the signed index.
   (cd "$work" && APT_CONFIG=$work/apt.conf apt-get -q source --download-only criu >&2) || true
   tarball=$(first_of "$work"/criu_*.orig.tar.*) || return 1
-  apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "${BUILD_DEPENDENCIES[@]}" >&2 ||
-    { apt-get -q update && apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends \
-      "${BUILD_DEPENDENCIES[@]}"; } >&2 || return 1
+  apt_install "${BUILD_DEPENDENCIES[@]}" >&2 || return 1
   mkdir -p "$work/source" "$new/bin"
   tar -xf "$tarball" -C "$work/source" --strip-components=1 || return 1
   say "building $(basename "$tarball"), about a minute"

@@ -7,6 +7,7 @@ set -euo pipefail
 export LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive PATH=$PATH:/usr/sbin:/sbin
 umask 022
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/lib.sh
 root=$(pwd -P)
 readonly root
 readonly stamp=.venv/.setup-done
@@ -14,8 +15,8 @@ readonly placeholder=.venv/libexec/hibernode/placeholder
 
 # key: changes with whatever decides the result. The folder is part of it: a .venv does not survive a move.
 key() {
-  printf '%s\n' "$root" | cat - requirements.lock pyproject.toml scripts/setup.sh scripts/install-criu.sh \
-    scripts/build-placeholder.sh agent/hibernode/data/placeholder.c \
+  printf '%s\n' "$root" | cat - requirements.lock pyproject.toml scripts/setup.sh scripts/lib.sh \
+    scripts/install-criu.sh scripts/build-placeholder.sh agent/hibernode/data/placeholder.c \
     scripts/container-tools.sh |
     sha256sum | cut -d ' ' -f 1
 }
@@ -25,21 +26,6 @@ done_already() {
   local done_key criu
   [ -r "$stamp" ] && { read -r done_key && read -r criu; } <"$stamp" &&
     [ "$done_key" = "$(key)" ] && [ -x "$criu" ] && [ -x "$placeholder" ] && .venv/bin/python -c '' 2>/dev/null
-}
-
-# step LABEL COMMAND...: runs it quietly and says how long it took; shows what it printed if it fails.
-step() {
-  local label=$1 start=${EPOCHREALTIME/./} end
-  shift
-  printf 'setup: %-44s' "$label"
-  if ! "$@" >"$log" 2>&1 9<&-; then
-    printf ' failed\n'
-    cat "$log" >&2
-    printf 'setup: %s failed (above)\n' "$label" >&2
-    exit 1
-  fi
-  end=${EPOCHREALTIME/./}
-  printf ' %3d.%d s\n' $(((end - start) / 1000000)) $(((end - start) / 100000 % 10))
 }
 
 # usable_python PROGRAM: is it >= 3.11, and can it make a virtual environment with pip in it?
@@ -65,6 +51,7 @@ missing_packages() {
   [ -e /usr/include/stdio.h ] || echo libc6-dev # the placeholder, and small programs of the tests
   ldconfig -p | grep -q 'libseccomp\.so\.2' || echo libseccomp2
   [ -s /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
+  command -v openssl >/dev/null || echo openssl # the certificates of the tests' API server
 }
 
 install_packages() {

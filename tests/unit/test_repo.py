@@ -157,17 +157,11 @@ def test_no_module_is_longer_than_500_lines():
     assert {str(path): count for path in modules if (count := len(path.read_text().splitlines())) > 500} == {}
 
 
-SCRIPTS = [f"scripts/{name}.sh" for name in ("setup", "install-criu", "build-placeholder", "container-tools")]
-
-
 @pytest.mark.parametrize(
     "script",
     [
         ".ci/run",
-        "scripts/setup.sh",
-        "scripts/install-criu.sh",
-        "scripts/build-placeholder.sh",
-        "scripts/container-tools.sh",
+        *(f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("*.sh"))),
     ],
 )
 def test_shell_scripts_can_be_run(script):
@@ -197,7 +191,7 @@ def checkout(tmp_path):
     (root / "agent/hibernode/data").mkdir(parents=True)
     scripts = [
         f"scripts/{name}"
-        for name in ("setup.sh", "install-criu.sh", "build-placeholder.sh", "container-tools.sh")
+        for name in ("setup.sh", "lib.sh", "install-criu.sh", "build-placeholder.sh", "container-tools.sh")
     ]
     for name in (*scripts, "agent/hibernode/data/placeholder.c", "requirements.lock", "pyproject.toml"):
         shutil.copy2(ROOT / name, root / name)
