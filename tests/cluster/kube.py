@@ -18,7 +18,7 @@ from typing import Any
 
 from kubernetes.aio.client import ApiClient, Configuration
 
-from tests.cluster.pki import SERVICE_ADDRESS, Authority
+from tests.cluster.pki import Authority
 from tests.cluster.program import PROGRAMS, Program, free_port
 
 ISSUER = "https://kubernetes.default.svc"
@@ -53,22 +53,25 @@ class Kube:
     service account: ``service_accounts`` turns their admission on, for a cluster whose pods run.
     """
 
-    def __init__(self, base: Path, *, service_accounts: bool = False) -> None:
-        self.base = base
+    def __init__(
+        self,
+        base: Path,
+        *,
+        address: str = "127.0.0.1",
+        port: int | None = None,
+        services: str = "10.96.0.0/16",
+        service_accounts: bool = False,
+    ) -> None:
+        self.base, self._address, self._services = base, address, services
         self.authority = Authority(base / "pki")
         self.authority.issue(
             "apiserver",
             "kube-apiserver",
-            addresses=(
-                "IP:127.0.0.1",
-                f"IP:{SERVICE_ADDRESS}",
-                "DNS:localhost",
-                "DNS:kubernetes.default.svc",
-            ),
+            addresses=("IP:127.0.0.1", f"IP:{address}", "DNS:localhost", "DNS:kubernetes.default.svc"),
         )
         self.signing_pair = self.authority.issue("sa", "service-accounts")
-        self.port = free_port()
-        self.url = f"https://127.0.0.1:{self.port}"
+        self.port = port or free_port()
+        self.url = f"https://{address}:{self.port}"
         self._etcd_url = f"http://127.0.0.1:{free_port()}"
         self.admin = self.user("admin", "admin", "system:masters")
         self._context = ssl.create_default_context(cafile=str(self.authority.crt))
@@ -90,9 +93,14 @@ class Kube:
         """Name the certificate and key files of a user."""
         return str(self.authority.folder / f"{name}.crt"), str(self.authority.folder / f"{name}.key")
 
-    def user(self, file: str, name: str, group: str | None = None) -> Path:
+    def serving(self) -> list[str]:
+        """Give the options of a program of the control plane that is served on loopback."""
+        certificate, key = self.pair("apiserver")
+        return [f"--tls-cert-file={certificate}", f"--tls-private-key-file={key}"]
+
+    def user(self, file: str, name: str, group: str | None = None, addresses: tuple[str, ...] = ()) -> Path:
         """Make a certificate for a user of a group, and give the path of a kubeconfig with it."""
-        certificate, key = self.authority.issue(file, name, group)
+        certificate, key = self.authority.issue(file, name, group, addresses)
         user = {"client-certificate": str(certificate), "client-key": str(key)}
         return self.authority.kubeconfig(file, self.url, user)
 
@@ -110,18 +118,16 @@ class Kube:
         ]
 
     def _api_command(self, service_accounts: bool) -> list[str | Path]:
-        certificate, key = self.pair("apiserver")
         admin_certificate, admin_key = self.pair("admin")
         command: list[str | Path] = [
             PROGRAMS / "kube-apiserver",
             f"--etcd-servers={self._etcd_url}",
-            "--bind-address=127.0.0.1",
+            f"--bind-address={self._address}",
             f"--secure-port={self.port}",
-            "--advertise-address=127.0.0.1",
+            f"--advertise-address={self._address}",
             "--endpoint-reconciler-type=none",  # it refuses to publish a loopback address
             f"--cert-dir={self.base / 'pki'}",
-            f"--tls-cert-file={certificate}",
-            f"--tls-private-key-file={key}",
+            *self.serving(),
             f"--client-ca-file={self.authority.crt}",
             f"--service-account-issuer={ISSUER}",
             f"--service-account-key-file={self.signing_pair[0]}",
@@ -130,7 +136,7 @@ class Kube:
             f"--kubelet-client-key={admin_key}",
             "--kubelet-preferred-address-types=InternalIP",
             "--authorization-mode=Node,RBAC",
-            f"--service-cluster-ip-range={SERVICE_ADDRESS}/16",
+            f"--service-cluster-ip-range={self._services}",
             "--allow-privileged=true",
         ]
         if not service_accounts:
@@ -138,15 +144,13 @@ class Kube:
         return command
 
     def _controllers_command(self) -> list[str | Path]:
-        certificate, key = self.pair("apiserver")
         return [
             PROGRAMS / "kube-controller-manager",
             f"--kubeconfig={self.user('controller-manager', 'system:kube-controller-manager')}",
             "--bind-address=127.0.0.1",
             f"--secure-port={self._controllers_port}",
             "--port=0",
-            f"--tls-cert-file={certificate}",
-            f"--tls-private-key-file={key}",
+            *self.serving(),
             "--leader-elect=false",
             "--use-service-account-credentials=true",
             f"--service-account-private-key-file={self.signing_pair[1]}",

@@ -6,8 +6,6 @@ import json
 import subprocess
 from pathlib import Path
 
-SERVICE_ADDRESS = "10.96.0.1"
-"""The first address of the server's service range, which it takes for itself."""
 _CONFIG = "[req]\ndistinguished_name = dn\n[dn]\n"
 
 

@@ -269,12 +269,12 @@ class Kit:
 
         return OciRuntime(self, kind)
 
-    def daemon(self) -> Daemon:
-        """Give the containerd of this kit; the first call starts it."""
+    def daemon(self, *, gateway: bool = False) -> Daemon:
+        """Give the containerd of this kit; the first call starts it, with or without a gateway for pods."""
         from tests.real.boxes_ctr import Daemon
 
         if self._daemon is None:
-            self._daemon = Daemon(self.base, self.token)
+            self._daemon = Daemon(self.base, self.token, gateway=gateway)
         return self._daemon
 
     def new_id(self) -> str:

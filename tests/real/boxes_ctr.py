@@ -54,7 +54,7 @@ disabled_plugins = [
 class Daemon:
     """A containerd with root, state and socket below ``base``; it starts at once."""
 
-    def __init__(self, base: Path, token: str) -> None:
+    def __init__(self, base: Path, token: str, *, gateway: bool = False) -> None:
         self.base, self.token = base, token
         self.socket = base / "containerd.sock"
         self._imported: set[tuple[str, Path]] = set()
@@ -65,7 +65,7 @@ class Daemon:
         config.write_text(
             _CONFIG.format(base=base, pause=images.reference(pause), cni=CNI_PROGRAMS, runc=runc)
         )
-        self._write_network()
+        self._write_network(gateway)
         self._log = base / "containerd.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -75,9 +75,10 @@ class Daemon:
         until("containerd", self._answers)
         self.import_image(pause, KUBERNETES)
 
-    def _write_network(self) -> None:
-        """Give pods a bridge of their own: no gateway, no masquerading, so nothing of the host is changed.
+    def _write_network(self, gateway: bool) -> None:
+        """Give pods a bridge of their own: no masquerading, no gateway, so nothing of the host is changed.
 
+        With a gateway pods and host reach each other; the plugin turns forwarding on for it, machine-wide.
         The subnet is one of 8192 of the range for benchmarks (RFC 2544): no machine's own network is there.
         """
         number = int(self.token, 16) % 8192
@@ -86,8 +87,9 @@ class Daemon:
             "type": "host-local",
             "dataDir": str(self.base / "cni-data"),
             "ranges": [[{"subnet": subnet}]],
+            "routes": [{"dst": "0.0.0.0/0"}] if gateway else [],
         }
-        bridge = {"type": "bridge", "bridge": f"hb{self.token}", "ipam": ipam}
+        bridge = {"type": "bridge", "bridge": f"hb{self.token}", "isGateway": gateway, "ipam": ipam}
         network = {"cniVersion": "0.4.0", "name": f"box-{self.token}", "plugins": [bridge]}
         (self.base / "cni").mkdir()
         (self.base / "cni/10-box.conflist").write_text(json.dumps(network))

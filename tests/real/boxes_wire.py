@@ -39,8 +39,9 @@ NAMESPACES: Table = {"network": (1, int), "pid": (2, int), "ipc": (3, int)}
 POD, CONTAINER, NODE = 0, 1, 2
 SECCOMP: Table = {"profile_type": (1, int), "localhost_ref": (2, str)}
 RUNTIME_DEFAULT, UNCONFINED, LOCALHOST = 0, 1, 2
+POD_METADATA: Table = {"name": (1, str), "uid": (2, str), "namespace": (3, str), "attempt": (4, int)}
 SANDBOX: Table = {
-    "metadata": (1, {"name": (1, str), "uid": (2, str), "namespace": (3, str), "attempt": (4, int)}),
+    "metadata": (1, POD_METADATA),
     "hostname": (2, str),
     "log_directory": (3, str),
     "labels": (6, [PAIR]),
@@ -79,6 +80,7 @@ CONTAINER_ID: Table = {"container_id": (1, str)}
 METHODS: dict[str, tuple[Table, Table]] = {
     "runtime.v1.RuntimeService/Version": ({"version": (1, str)}, {"runtime_version": (3, str)}),
     "runtime.v1.RuntimeService/RunPodSandbox": ({"config": (1, SANDBOX)}, SANDBOX_ID),
+    "runtime.v1.RuntimeService/ListPodSandbox": ({}, {"items": (1, [{"metadata": (2, POD_METADATA)}])}),
     "runtime.v1.RuntimeService/StopPodSandbox": (SANDBOX_ID, {}),
     "runtime.v1.RuntimeService/RemovePodSandbox": (SANDBOX_ID, {}),
     "runtime.v1.RuntimeService/CreateContainer": (
