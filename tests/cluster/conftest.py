@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.kube import Kube
+from tests.cluster.node import Cluster, machine
+from tests.real.boxes import Kit
 
-_SAID = pytest.StashKey[str]()
+_SAID = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(scope="session")
@@ -23,14 +25,36 @@ def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
         kube = Kube(base)
         try:
             yield kube
-            request.config.stash[_SAID] = (
-                f"etcd and kube-apiserver: ready in {kube.start_seconds:.1f} s, "
-                f"{kube.resident() / 2**20:.0f} MiB at the end"
-            )
+            _say(request, "etcd and kube-apiserver", kube.start_seconds, kube.resident())
         finally:
             kube.close()
     finally:
         shutil.rmtree(base)
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Give one cluster of one node for all tests of the run, and see that nothing of it is left."""
+    before = machine()
+    kit = Kit()
+    try:
+        cluster = Cluster(kit)
+        try:
+            yield cluster
+            _say(request, "one-node cluster", cluster.start_seconds, cluster.resident())
+        finally:
+            cluster.close()
+    finally:
+        kit.close()
+    assert kit.leftovers() == []
+    after = machine()
+    assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
+
+
+def _say(request: pytest.FixtureRequest, what: str, seconds: float, resident: int) -> None:
+    """Keep what is told at the end of the run."""
+    line = f"{what}: ready in {seconds:.1f} s, {resident / 2**20:.0f} MiB at the end"
+    request.config.stash.setdefault(_SAID, []).append(line)
 
 
 @pytest.fixture
@@ -48,13 +72,12 @@ def controllers(kube: Kube) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _server_log(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Show what the server wrote during a test that fails."""
-    if "kube" not in request.fixturenames:
-        yield
-        return
-    kube: Kube = request.getfixturevalue("kube")
-    sizes = {program: program.size() for program in (kube.etcd, kube.api, kube.controllers)}
+def _logs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Show what the servers wrote during a test that fails."""
+    servers: list[Kube | Cluster] = [
+        request.getfixturevalue(name) for name in ("kube", "cluster") if name in request.fixturenames
+    ]
+    sizes = {program: program.size() for server in servers for program in server.programs()}
     failed = request.session.testsfailed
     yield
     if request.session.testsfailed > failed:
@@ -63,6 +86,6 @@ def _server_log(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how long the server took to start and how much memory it had."""
-    if said := config.stash.get(_SAID, None):
-        terminalreporter.write_line(said)
+    """Say how long the servers took to start and how much memory they had."""
+    for line in config.stash.get(_SAID, []):
+        terminalreporter.write_line(line)

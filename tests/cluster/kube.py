@@ -182,8 +182,12 @@ class Kube:
 
     def close(self) -> None:
         """End everything; the files stay."""
-        for program in (self.controllers, self.api, self.etcd):
+        for program in reversed(self.programs()):
             program.stop()
+
+    def programs(self) -> list[Program]:
+        """List what runs or could."""
+        return [self.etcd, self.api, self.controllers]
 
     def answers(self, url: str) -> bool:
         """Tell whether a health address says that all is well."""
@@ -195,8 +199,8 @@ class Kube:
             return False
 
     def resident(self) -> int:
-        """Tell the resident memory of etcd and API server in bytes."""
-        return self.etcd.resident() + self.api.resident()
+        """Tell the resident memory of what runs in bytes."""
+        return sum(program.resident() for program in self.programs())
 
     # What has expired.
 

@@ -26,6 +26,14 @@ from tests.real.boxes_ctr import KUBERNETES
 
 POD_LOGS, CONTAINER_LOGS = Path("/var/log/pods"), Path("/var/log/containers")
 """The kubelet has no setting for them. Folders NAMESPACE_NAME_UID, and links into them."""
+FIXED = (
+    POD_LOGS,
+    CONTAINER_LOGS,
+    Path("/var/lib/kubelet"),
+    Path("/usr/libexec/kubernetes"),
+    Path("/var/lib/cni"),
+)
+"""Where kubelets and network plugins write whatever they are told."""
 KUBELET_PORT = 10250
 SYSCTLS = (
     "vm.overcommit_memory",
@@ -37,6 +45,15 @@ SYSCTLS = (
     "net.ipv4.ip_forward",
 )
 """What a kubelet and the bridge plugin set for the whole machine and never put back."""
+
+
+def machine() -> dict[str, object]:
+    """Note what a node could leave behind and a kit does not look for."""
+    return {
+        "sysctls": read_sysctls(),
+        "links": {name for name in os.listdir("/sys/class/net") if name.startswith(("hb", "nd", "veth"))},
+        "files": {str(path) for folder in FIXED for path in (folder, *folder.rglob("*")) if path.exists()},
+    }
 
 
 def read_sysctls() -> dict[str, str]:
@@ -90,6 +107,10 @@ class Cluster:
             self.close()
             raise
         self.start_seconds = time.monotonic() - began
+
+    def programs(self) -> list[Program]:
+        """List all that runs, but containerd."""
+        return [*(self.kube.programs() if self.kube else []), *self._programs]
 
     def _make_bridge(self) -> None:
         """Make the interface that holds the addresses of node and API server."""
@@ -175,7 +196,10 @@ class Cluster:
         if answer.status != 200:  # it registers itself
             return False
         conditions = {item["type"]: item["status"] for item in answer.body["status"].get("conditions", [])}
-        return conditions.get("Ready") == "True" and not answer.body["spec"].get("taints")
+        if conditions.get("Ready") != "True" or answer.body["spec"].get("taints"):
+            return False
+        account = self.kube.request("GET", "/api/v1/namespaces/default/serviceaccounts/default")
+        return bool(account.body.get("secrets"))  # before that no pod is admitted
 
     def import_image(self, image: Path) -> str:
         """Make an image of :mod:`tests.real.images` known to the node; return the name for a pod."""
@@ -183,8 +207,7 @@ class Cluster:
 
     def resident(self) -> int:
         """Tell the resident memory of control plane and kubelet in bytes, without containerd."""
-        assert self.kube
-        return self.kube.resident() + sum(program.resident() for program in self._programs)
+        return sum(program.resident() for program in self.programs())
 
     def close(self) -> None:
         """End the programs, put back what they changed for the whole machine; the kit takes the rest away."""

@@ -87,6 +87,8 @@ class Program:
             return b"\n".join(log.read().splitlines()[-lines:]).decode(errors="replace")
 
     def resident(self) -> int:
-        """Tell its resident memory in bytes."""
+        """Tell its resident memory in bytes, 0 while it does not run."""
+        if not self._process:
+            return 0
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")

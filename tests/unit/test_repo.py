@@ -299,3 +299,22 @@ def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
     )
     assert (result.returncode, names(tmp_path)) == (1, ["precious"])
     assert "not empty" in result.stderr
+
+
+def test_the_control_plane_is_not_built_where_the_disk_is_too_small(tmp_path):
+    """The refusal comes before the work, says how much is missing and what to do, and leaves nothing."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "df").write_text("#!/bin/sh\necho Avail\necho 1048576\n")
+    (tmp_path / "bin" / "df").chmod(0o755)
+    shutil.copytree(ROOT / "scripts", tmp_path / "checkout" / "scripts")
+    result = subprocess.run(
+        ["bash", tmp_path / "checkout" / "scripts" / "cluster-tools.sh"],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "has 1024 MiB free, the build needs 4096 MiB" in result.stderr
+    assert names(tmp_path / "cache" / "hibernode") == []
+    assert names(tmp_path / "checkout") == ["scripts"]
