@@ -161,7 +161,9 @@ for _ in range(2000):
         data = file.read()
     sizes.add(len(data))
     assert data in (b"A" * 200_000, b"B" * 300_000), (len(data), set(data))
-print("done", len(sizes), flush=True)
+# One write: the other side reads without blocking and would take a part for the line.
+sys.stdout.write(f"done {len(sizes)}\\n")
+sys.stdout.flush()
 sys.stdin.read()
 """
 
