@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.kube import Kube
-from tests.cluster.node import Cluster, machine
-from tests.real.boxes import Kit
+from tests.cluster.node import Cluster, one_node
 
 _SAID = pytest.StashKey[list[str]]()
 
@@ -34,21 +33,10 @@ def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Give one cluster of one node for all tests of the run, and see that nothing of it is left."""
-    before = machine()
-    kit = Kit()
-    try:
-        cluster = Cluster(kit)
-        try:
-            yield cluster
-            _say(request, "one-node cluster", cluster.start_seconds, cluster.resident())
-        finally:
-            cluster.close()
-    finally:
-        kit.close()
-    assert kit.leftovers() == []
-    after = machine()
-    assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
+    """Give one cluster of one node for all tests of the run."""
+    with one_node() as cluster:
+        yield cluster
+        _say(request, "one-node cluster", cluster.start_seconds, cluster.resident())
 
 
 def _say(request: pytest.FixtureRequest, what: str, seconds: float, resident: int) -> None:

@@ -49,7 +49,7 @@ class Answer:
 class Kube:
     """A control plane without controllers; it starts at once.
 
-    Until ``controllers.start`` a deleted namespace stays in Terminating and a Job makes no pods. Pods need no
+    Until ``start_controllers`` a deleted namespace stays in Terminating and a Job makes no pods. Pods need no
     service account: ``service_accounts`` turns their admission on, for a cluster whose pods run.
     """
 
@@ -155,6 +155,7 @@ class Kube:
             "--use-service-account-credentials=true",
             f"--service-account-private-key-file={self.signing_pair[1]}",
             f"--root-ca-file={self.authority.crt}",
+            f"--flex-volume-plugin-dir={self.base / 'plugins'}",  # it makes this folder
         ]
 
     # Up and down.

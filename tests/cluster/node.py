@@ -9,11 +9,13 @@ and goes with the kit; what kubelet and network plugin change for the whole mach
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from pyroute2.iproute.linux import IPRoute
@@ -31,9 +33,8 @@ FIXED = (
     CONTAINER_LOGS,
     Path("/var/lib/kubelet"),
     Path("/usr/libexec/kubernetes"),
-    Path("/var/lib/cni"),
 )
-"""Where kubelets and network plugins write whatever they are told."""
+"""Where a kubelet writes whatever it is told."""
 KUBELET_PORT = 10250
 SYSCTLS = (
     "vm.overcommit_memory",
@@ -44,14 +45,14 @@ SYSCTLS = (
     "kernel.keys.root_maxbytes",
     "net.ipv4.ip_forward",
 )
-"""What a kubelet and the bridge plugin set for the whole machine and never put back."""
+"""What a kubelet or the bridge plugin may set for the whole machine and never puts back."""
 
 
-def machine() -> dict[str, object]:
-    """Note what a node could leave behind and a kit does not look for."""
+def machine(token: str) -> dict[str, object]:
+    """Note what the node of a kit could leave behind and the kit does not look for."""
     return {
         "sysctls": read_sysctls(),
-        "links": {name for name in os.listdir("/sys/class/net") if name.startswith(("hb", "nd", "veth"))},
+        "network": sorted(map(str, Path("/var/lib/cni").rglob(f"*{token}*"))),
         "files": {str(path) for folder in FIXED for path in (folder, *folder.rglob("*")) if path.exists()},
     }
 
@@ -72,6 +73,29 @@ def hierarchies() -> list[Path]:
     return sorted(
         path for path in CGROUPS.iterdir() if (path / "cgroup.procs").exists() and not path.is_symlink()
     )
+
+
+@contextlib.contextmanager
+def one_node() -> Iterator[Cluster]:
+    """Run a cluster on a kit of its own; afterwards the machine is as it was, else that is a failure.
+
+    One runs at a time on a machine, whichever checkout starts it: settings and logs bear no owner's name.
+    """
+    with (PROGRAMS / "kubelet").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kit = Kit()
+        before = machine(kit.token)
+        try:
+            cluster = Cluster(kit)
+            try:
+                yield cluster
+            finally:
+                cluster.close()
+        finally:
+            kit.close()
+        assert kit.leftovers() == []
+        after = machine(kit.token)
+        assert {key: (before[key], after[key]) for key in before if before[key] != after[key]} == {}
 
 
 class Cluster:
@@ -211,27 +235,26 @@ class Cluster:
 
     def close(self) -> None:
         """End the programs, put back what they changed for the whole machine; the kit takes the rest away."""
-        uids = self._pods()
-        for program in reversed(self._programs):
-            program.stop()
-        if self.kube:
-            self.kube.close()
-        for name, value in self._sysctls.items():
-            if _sysctl(name).read_text().strip() != value:
-                _sysctl(name).write_text(value)
-        for uid in uids:
+        try:
+            for program in reversed(self._programs):
+                program.stop()
+            if self.kube:
+                self.kube.close()
+                self._remove_logs()
+        finally:
+            for name, value in self._sysctls.items():
+                if _sysctl(name).read_text().strip() != value:
+                    _sysctl(name).write_text(value)
+
+    def _remove_logs(self) -> None:
+        """Remove what the kubelet left of pods that containerd still knows; it removed the others itself."""
+        answer = self.kit.daemon(gateway=True).wire.call("runtime.v1.RuntimeService/ListPodSandbox")
+        for uid in {item["metadata"]["uid"] for item in answer["items"]}:
             for link in CONTAINER_LOGS.glob("*.log"):
                 if link.is_symlink() and uid in os.readlink(link):
                     link.unlink()
             for folder in POD_LOGS.glob(f"*_{uid}"):
                 shutil.rmtree(folder)
         for folder in self._log_folders:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # another one's kubelet may use it now
                 folder.rmdir()
-
-    def _pods(self) -> set[str]:
-        """List the uids of the pods that the kubelet may have left logs of."""
-        if not self._programs:
-            return set()
-        answer = self.kit.daemon().wire.call("runtime.v1.RuntimeService/ListPodSandbox")
-        return {item["metadata"]["uid"] for item in answer["items"]}
