@@ -19,7 +19,8 @@ from typing import Any
 from kubernetes.aio.client import ApiClient, Configuration
 
 from tests.cluster.pki import Authority
-from tests.cluster.program import PROGRAMS, Program, free_port
+from tests.cluster.program import PROGRAMS, Program
+from tests.real.node import free_port
 
 ISSUER = "https://kubernetes.default.svc"
 """The issuer, and so the audience, of service account tokens."""

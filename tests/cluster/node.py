@@ -21,10 +21,11 @@ from pathlib import Path
 from pyroute2.iproute.linux import IPRoute
 
 from tests.cluster.kube import Kube
-from tests.cluster.program import PROGRAMS, Program, free_port
+from tests.cluster.program import PROGRAMS, Program
 from tests.real.boxes import Kit
 from tests.real.boxes_clear import CGROUPS
 from tests.real.boxes_ctr import KUBERNETES
+from tests.real.node import free_port
 
 POD_LOGS, CONTAINER_LOGS = Path("/var/log/pods"), Path("/var/log/containers")
 """The kubelet has no setting for them. Folders NAMESPACE_NAME_UID, and links into them."""

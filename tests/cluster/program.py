@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +14,6 @@ PROGRAMS = Path(__file__).parents[2] / ".venv" / "libexec" / "cluster"
 """Where scripts/cluster-tools.sh puts them."""
 START_SECONDS = 120.0
 """An API server needs 7 s to be ready, several times that on a loaded machine."""
-_PORTS = (20000, 30000)  # below net.ipv4.ip_local_port_range: no outgoing connection takes one meanwhile
-
-
-def free_port() -> int:
-    """Find a loopback port that nobody listens on and that stays free while a server is stopped."""
-    for port in random.sample(range(*_PORTS), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no free port")
 
 
 class Program:
