@@ -107,3 +107,28 @@ class IntegrityError(StorageError):
     """An artifact is not whole; the file is named."""
 
     default_reason = "ArtifactCorrupt"
+
+
+class UnavailableError(HibernodeError):
+    """What keeps the answer cannot be asked now; the same question may succeed later."""
+
+    exit_code = 5
+    default_reason = "Unavailable"
+
+
+class InvalidArgumentError(UsageError):
+    """A field of a request is not acceptable; the same request never will be."""
+
+    default_reason = "InvalidArgument"
+
+
+class ConflictError(HibernodeError):
+    """What should have been changed is no longer what the caller saw."""
+
+    default_reason = "Conflict"
+
+
+class TooLargeError(RefusedError):
+    """More than the place that would keep it can hold; nothing was written."""
+
+    default_reason = "TooLarge"

@@ -1,0 +1,1 @@
+"""Where records are kept: on the node in SQLite, or in the cluster as ModelMetadata objects."""
