@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
-from hibernode.metadata.identity import alias_of
+from hibernode.metadata.identity import alias_of, identity_from
 from hibernode.metadata.records import (
     I64_MAX,
     U32_MAX,
@@ -23,6 +23,7 @@ from hibernode.metadata.records import (
     BackendPayload,
     BackendType,
     PodRef,
+    SourceIdentity,
     SourceInstance,
     SourceStatus,
     SourceType,
@@ -317,6 +318,13 @@ def owner_of(metadata: Mapping[str, Any]) -> PodRef | None:
                 str(one.get("name", "")), str(one.get("uid", "")), str(metadata.get("namespace", ""))
             )
     return None
+
+
+def identity_of(metadata: Mapping[str, Any], source_id: str) -> SourceIdentity | None:
+    """Read the identity from an object's annotation; None if none is there that has this id."""
+    annotations = metadata.get("annotations")
+    text = annotations.get(ANNOTATION_IDENTITY) if isinstance(annotations, dict) else None
+    return identity_from(text, source_id) if isinstance(text, str) else None
 
 
 def stale_keys(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str | None]:
