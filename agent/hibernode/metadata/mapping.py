@@ -246,8 +246,7 @@ def instance_of(raw: Mapping[str, Any]) -> SourceInstance:
 
     :raises IntegrityError: no record can be made of it.
     """
-    metadata = raw.get("metadata")
-    metadata = metadata if isinstance(metadata, dict) else {}
+    metadata = metadata_of(raw)
     name = metadata.get("name")
     ids = ids_of_name(name) if isinstance(name, str) else None
     where = f"ModelMetadata {str(name)[:200]}"
@@ -361,6 +360,12 @@ class _Reader:
         if not isinstance(value, dict):
             return {}
         return {name: text for name, text in value.items() if isinstance(text, str)}
+
+
+def metadata_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Take the metadata of an object; empty for one without."""
+    found = raw.get("metadata")
+    return found if isinstance(found, dict) else {}
 
 
 def conditions_of(raw: Mapping[str, Any]) -> Sequence[Any]:

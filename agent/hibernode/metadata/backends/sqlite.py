@@ -28,7 +28,15 @@ from hibernode.metadata.catalogue import Catalogue
 from hibernode.metadata.gate import check_identity, check_load, check_worker, complete_owner
 from hibernode.metadata.identity import alias_of, identity_from, identity_text, mx_source_id
 from hibernode.metadata.ids import SourceId, WorkerId
-from hibernode.metadata.mapping import content_digest, describe, source_type_name, worker_json, worker_of
+from hibernode.metadata.mapping import (
+    content_digest,
+    describe,
+    source_type_name,
+    status_name,
+    status_of,
+    worker_json,
+    worker_of,
+)
 from hibernode.metadata.publish import check_expected, check_rank, off_loop, settle, shelved, superseded
 from hibernode.metadata.records import (
     PodRef,
@@ -40,7 +48,7 @@ from hibernode.metadata.records import (
     WorkerRecord,
 )
 from hibernode.metadata.shelf import Shelf
-from hibernode.metadata.tensors import StoredTensors, load, store
+from hibernode.metadata.tensors import StoredTensors, corrupt, load, store
 from hibernode.metadata.times import MS
 
 SCHEMA_VERSION: Final = 1
@@ -331,7 +339,7 @@ class SqliteBackend:
         return Version(uid, str(self._revision))
 
     async def _finish(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Do one change after the other, each to its end even if the caller goes: file and list must agree."""
+        """Do one change after the other, each to its end even if the caller goes: the list is the file's."""
 
         async def alone() -> _T:
             async with self._writing:
@@ -361,14 +369,12 @@ def _worker(row: sqlite3.Row) -> WorkerRecord:
     try:
         raw = json.loads(row["worker"])
     except ValueError as error:
-        raise IntegrityError(
-            f"the record of {row['worker_id']} is not JSON", reason="RecordCorrupt"
-        ) from error
-    worker = worker_of(raw, f"the record of {row['worker_id']}")
+        raise corrupt(where, "it is not JSON") from error
+    worker = worker_of(raw, where)
     return replace(
         worker,
         payload=replace(worker.payload, nixl=row["nixl"]),
-        status=SourceStatus(row["status"]),
+        status=status_of(status_name(row["status"])),
         updated_at=row["updated_at"],
         source_load=row["source_load"],
     )
