@@ -32,7 +32,7 @@ MAP_MAX: Final = 256
 IDENTITY_MAX: Final = 64 << 10
 """Bytes of an identity in all: an object's annotations may have 256 KiB (apimachinery's limit)."""
 
-TENSORS_MAX: Final = 1 << 20
+TENSORS_MAX: Final = 1 << 18
 """Of one worker; the largest known has some ten thousand."""
 
 

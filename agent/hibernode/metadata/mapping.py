@@ -99,7 +99,7 @@ def status_name(status: int) -> str:
 
 def status_of(name: Any) -> SourceStatus:
     """Read a status, case and all; any other text is UNKNOWN."""
-    return {status_name(each): each for each in SourceStatus}.get(name, SourceStatus.UNKNOWN)
+    return next((each for each in SourceStatus if status_name(each) == name), SourceStatus.UNKNOWN)
 
 
 def source_type_name(source_type: int) -> str:
@@ -343,7 +343,7 @@ class _Reader:
         value = self._raw.get(key)
         if value is None:
             return ""
-        if not isinstance(value, str):
+        if not isinstance(value, str) or not (value.isascii() or _carried(value)):
             raise corrupt(self._where, f"{key} is no text: {value!r:.100}")
         return value
 
@@ -359,7 +359,7 @@ class _Reader:
         value = self._raw.get(key)
         if not isinstance(value, dict):
             return {}
-        return {name: text for name, text in value.items() if isinstance(text, str)}
+        return {name: text for name, text in value.items() if isinstance(text, str) and _carried(name + text)}
 
 
 def metadata_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -373,3 +373,8 @@ def conditions_of(raw: Mapping[str, Any]) -> Sequence[Any]:
     status = raw.get("status")
     found = status.get("conditions") if isinstance(status, dict) else None
     return found if isinstance(found, list) else []
+
+
+def _carried(text: str) -> bool:
+    """Tell whether UTF-8 can carry a text: JSON can also name half of a surrogate pair."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hibernode.errors import IntegrityError
+from hibernode.errors import IntegrityError, TooLargeError
 from hibernode.metadata.records import U32_MAX, U64_MAX, TensorDescriptor
 
 PLAIN_KEY: Final = "tensors.json"
@@ -20,8 +20,8 @@ PACKED_KEY: Final = "tensors.json.zlib"
 PLAIN_MAX: Final = (1 << 20) - 4096
 """A ConfigMap's values may have 1 MiB (k8s.io/api/core: MaxSecretSize); a little room stays."""
 
-UNPACKED_MAX: Final = 128 << 20
-"""Bytes of JSON: more than ``gate.TENSORS_MAX`` tensors with names as real ones have."""
+UNPACKED_MAX: Final = 64 << 20
+"""Bytes of JSON: ``gate.TENSORS_MAX`` tensors with names as real ones have."""
 
 DIGEST: Final = 16
 """Hexadecimal digits of the SHA-256 that goes into a name."""
@@ -39,12 +39,17 @@ class StoredTensors:
 
 
 def store(tensors: Sequence[TensorDescriptor], *, plain_max: int = PLAIN_MAX) -> StoredTensors:
-    """Encode tensors: compact JSON, and packed where that has more than ``plain_max`` bytes."""
+    """Encode tensors: compact JSON, and packed where that has more than ``plain_max`` bytes.
+
+    :raises TooLargeError: nobody would read that much back.
+    """
     rows = [
         {"name": t.name, "addr": str(t.addr), "size": str(t.size), "device_id": t.device_id, "dtype": t.dtype}
         for t in tensors
     ]
     data = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode()
+    if len(data) > UNPACKED_MAX:
+        raise TooLargeError(f"the tensors need {len(data)} bytes, more than {UNPACKED_MAX}")
     key = PLAIN_KEY
     if len(data) > plain_max:
         key, data = PACKED_KEY, zlib.compress(data, 6)

@@ -103,7 +103,7 @@ class KubeApi:
     ) -> None:
         from kubernetes.aio.client import ApiClient  # noqa: PLC0415 - 20 MiB that only a cluster needs
 
-        configuration.retries = False
+        configuration.retries = None  # tries are counted here, and False would be a number to it
         self._client = ApiClient(configuration)
         self._client.user_agent = "hibernode"
         self._call, self._total, self._watch = call_seconds, total_seconds, watch_seconds
@@ -174,6 +174,9 @@ class KubeApi:
             query |= {"labelSelector": selector} if selector else {}
             query |= {"continue": more} if more else {}
             page = await self.call("GET", path, budget, query=query, accept=accept)
+            version = metadata_of(page).get("resourceVersion")
+            if not version or not isinstance(page.get("items", ""), list | None):
+                raise UnavailableError("the Kubernetes API sent what is no list", reason="ApiRefused")
             yield page
             more = str(metadata_of(page).get("continue") or "")
             if not more:
@@ -272,10 +275,12 @@ def _answer(code: int, data: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError):
-        parsed = {}
-    parsed = parsed if isinstance(parsed, dict) else {}
+        parsed = None
     if code // 100 == 2:  # noqa: PLR2004 - HTTP's success
+        if not isinstance(parsed, dict):
+            raise UnavailableError("the Kubernetes API answered with what is no object", reason="ApiRefused")
         return parsed
+    parsed = parsed if isinstance(parsed, dict) else {}
     raise KubeStatusError(code, str(parsed.get("reason", ""))[:100], str(parsed.get("message", ""))[:1000])
 
 

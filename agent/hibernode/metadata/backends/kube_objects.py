@@ -96,6 +96,11 @@ def instance_or_none(raw: dict[str, Any]) -> SourceInstance | None:
         return None
 
 
+def of_another(configmap: Mapping[str, Any], uid: Any) -> bool:
+    """Tell whether a ConfigMap has owners, but not this one; older writers left some without any."""
+    return bool(metadata_of(configmap).get("ownerReferences")) and not owned_by(configmap, uid)
+
+
 def check_size(worker: WorkerRecord, tensors: StoredTensors, configmap: str) -> None:
     """Refuse what the API server would refuse half-way.
 
@@ -146,7 +151,7 @@ def stored_tensors(configmap: dict[str, Any]) -> tuple[str, bytes] | None:
     """Take the tensors out of a ConfigMap, as (key, bytes)."""
     plain, packed = (configmap.get("data") or {}), (configmap.get("binaryData") or {})
     if isinstance(plain.get(PLAIN_KEY), str):
-        return PLAIN_KEY, plain[PLAIN_KEY].encode()
+        return PLAIN_KEY, plain[PLAIN_KEY].encode(errors="surrogatepass")
     try:
         return PACKED_KEY, base64.b64decode(packed[PACKED_KEY], validate=True)
     except (KeyError, TypeError, binascii.Error):

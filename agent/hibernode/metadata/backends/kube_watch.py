@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from hibernode.errors import IntegrityError, UnavailableError
-from hibernode.metadata.backends.kube_api import FIRST_PAUSE, LONGEST_PAUSE, KubeApi, KubeStatusError
+from hibernode.metadata.backends.kube_api import FIRST_PAUSE, LONGEST_PAUSE, Budget, KubeApi, KubeStatusError
 from hibernode.metadata.catalogue import Catalogue
 from hibernode.metadata.mapping import ids_of_name, instance_of, metadata_of
 from hibernode.metadata.records import SourceInstance
@@ -126,14 +126,13 @@ class Mirror:
             else:
                 return
 
-    async def _read_pages(self, budget: Any) -> None:
+    async def _read_pages(self, budget: Budget) -> None:
         found: set[tuple[str, str]] = set()
         names: set[str] = set()
         version = ""
         async for page in self._api.pages(self._path, budget):
             version = version or str(metadata_of(page).get("resourceVersion", ""))
-            items = page.get("items")
-            for raw in items if isinstance(items, list) else []:
+            for raw in page["items"] or []:
                 if not isinstance(raw, dict):
                     continue
                 instance = self.apply(raw)

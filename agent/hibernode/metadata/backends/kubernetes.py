@@ -24,6 +24,7 @@ from hibernode.metadata.backends.kube_objects import (
     instance_or_none,
     mend,
     object_body,
+    of_another,
     owned_by,
     stored_tensors,
     version_of,
@@ -216,7 +217,7 @@ class KubernetesBackend:
         budget = self._api.budget()
         with suppress(UnavailableError, KubeStatusError):
             found = await self._get(f"{self._configmaps}/{old}", budget)
-            if found is not None and owned_by(found, metadata_of(raw).get("uid")):
+            if found is not None and not of_another(found, metadata_of(raw).get("uid")):
                 await self._delete(f"{self._configmaps}/{old}", budget, version_of(found))
 
     async def _undo(self, name: str, made: _Made) -> None:
@@ -385,7 +386,7 @@ class KubernetesBackend:
             async for page in self._api.pages(
                 self._objects, budget, selector=f"{LABEL_SOURCE}={source_id}", accept=NAMES_ONLY
             ):
-                names = (str(metadata_of(raw).get("name")) for raw in page.get("items") or [])
+                names = (str(metadata_of(raw).get("name")) for raw in page["items"] or [])
                 prefix = object_name(source_id, "")
                 workers |= {(source_id, name[len(prefix) :]) for name in names if name.startswith(prefix)}
         except KubeStatusError as error:
@@ -440,12 +441,9 @@ class KubernetesBackend:
         budget, selector = self._api.budget(), f"{LABEL_SOURCE}={name[10:26]}"
         try:
             async for page in self._api.pages(self._configmaps, budget, selector=selector, accept=NAMES_ONLY):
-                for raw in page.get("items") or []:
+                for raw in page["items"] or []:
                     found = str(metadata_of(raw).get("name"))
-                    if configmap_digest(name, found) is None:
-                        continue
-                    # One without an owner was left by an older writer.
-                    if owned_by(raw, uid) or not metadata_of(raw).get("ownerReferences"):
+                    if configmap_digest(name, found) is not None and not of_another(raw, uid):
                         await self._delete(f"{self._configmaps}/{found}", budget, version_of(raw))
         except (UnavailableError, KubeStatusError) as error:
             log.warning("ConfigMaps of %s may be left: %s", name, error)
