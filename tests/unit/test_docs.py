@@ -84,3 +84,12 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
     """A link to a file of this repository names one that is there."""
     links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_tests_that_the_table_of_defects_names_exist() -> None:
+    """Each of the eighteen defects has one."""
+    rows = re.findall(r"(?m)^\| (\d+) \|.*", (ROOT / "docs" / "metadata.md").read_text())
+    assert rows == [str(number) for number in range(1, 19)]
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "metadata.md").read_text()))
+    sources = "".join(path.read_text() for path in (ROOT / "tests" / "unit").glob("*metadata*.py"))
+    assert named - set(re.findall(r"def (test_\w+)", sources)) == set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -41,6 +42,7 @@ from tests.unit.metadata_kit import (
 
 READY, STALE, UNKNOWN = SourceStatus.READY, SourceStatus.STALE, SourceStatus.UNKNOWN
 NAME = object_name("w0")
+RANDOM = random.Random(4)
 WORKER_JSON = "modelmetadatas/[^/]+/status"
 
 
@@ -199,13 +201,7 @@ async def test_nothing_is_asked_for_a_bad_id(fake: FakeKube, store: Store) -> No
     "worker",
     [
         central(blob=b"x" * (2 << 20), tensors=()),
-        central(
-            tensors=tuple(
-                replace(one, name=base64.b85encode(index.to_bytes(400, "big", signed=False)).decode())
-                for index, one in enumerate(tensors(4))
-            )
-            + tuple(replace(one, name=str(hash(one) ** 99)[:3000]) for one in tensors(2500))
-        ),
+        central(tensors=tuple(replace(one, name=RANDOM.randbytes(300).hex()) for one in tensors(8000))),
     ],
     ids=["blob", "tensors"],
 )

@@ -381,7 +381,11 @@ def _worker(row: sqlite3.Row) -> WorkerRecord:
 
 
 def _instance(row: sqlite3.Row) -> SourceInstance:
-    owner, identity = json.loads(row["owner"]), identity_from(row["identity"], row["source_id"])
+    identity = identity_from(row["identity"], row["source_id"])
+    try:
+        owner = PodRef(*owner) if (owner := json.loads(row["owner"])) else None
+    except (ValueError, TypeError) as error:
+        raise corrupt(f"the record of worker {row['worker_id']}", "it has no such owner") from error
     instance = SourceInstance(
         source_id=row["source_id"],
         worker_id=row["worker_id"],
@@ -390,7 +394,7 @@ def _instance(row: sqlite3.Row) -> SourceInstance:
         created_at=row["created_at"],
         generation=row["generation"],
         published_at=row["generation"] // MS,
-        owner=PodRef(*owner) if owner else None,
+        owner=owner,
         version=Version(row["uid"], str(row["revision"])),
         alias=alias_of(identity),
     )
