@@ -151,7 +151,9 @@ def payload_of(nixl: bytes, session_id: str, backend_type: Any) -> BackendPayloa
 def worker_json(worker: WorkerRecord, configmap: str, updated: int) -> dict[str, Any]:
     """Write ``status.worker`` as a merge patch; ``updated`` in nanoseconds.
 
-    Keys that a worker did not tell of (topology, load) are left out, so that a patch leaves them alone.
+    Keys that a worker did not tell of (topology, load) are left out, so that a patch leaves them alone. What
+    is empty is null, which a patch deletes and every reader takes for empty: API servers of release 1.20 make
+    null of an empty text in a patch themselves, and then refuse it.
     """
     payload, artifact = worker.payload, worker.artifact
     written: dict[str, Any] = {
@@ -173,7 +175,8 @@ def worker_json(worker: WorkerRecord, configmap: str, updated: int) -> dict[str,
         written["topology"] = dict(worker.topology)
     if worker.source_load is not None:
         written["sourceLoad"] = worker.source_load
-    return {**{key: value for key, value in worker.unknown.items() if key not in _READ}, **written}
+    kept = {key: value for key, value in worker.unknown.items() if key not in _READ}
+    return {**kept, **{key: None if value == "" else value for key, value in written.items()}}
 
 
 def worker_of(raw: Mapping[str, Any], where: str) -> WorkerRecord:
