@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
@@ -44,6 +45,9 @@ MERGE: Final = "application/merge-patch+json"
 JSON: Final = "application/json"
 NAMES_ONLY: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 """Asks for a list without the objects' content."""
+
+TLS_END_SECONDS: Final = 0.1
+"""asyncio ends a TLS connection some turns of its loop after it was told to, and aiohttp waits for none."""
 
 TRANSIENT: Final = frozenset({429, 500, 502, 503, 504})
 
@@ -112,6 +116,8 @@ class KubeApi:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
+        if self._client.configuration.host.startswith("https:"):
+            await asyncio.sleep(TLS_END_SECONDS)
 
     def budget(self) -> Budget:
         """Begin an operation."""
@@ -143,7 +149,7 @@ class KubeApi:
                     response = await self._open(
                         method, path, seconds, query=query, body=body, content=content, accept=accept
                     )
-                    async with response:
+                    async with _held(response):
                         data = await _bounded(response)
                 return _answer(response.status, data)
             except KubeStatusError as error:
@@ -198,7 +204,7 @@ class KubeApi:
         }
         try:
             response = await self._open("GET", path, self._watch + self._call, query=query)
-            async with response:
+            async with _held(response):
                 if response.status != 200:  # noqa: PLR2004 - HTTP's OK
                     _answer(response.status, await _bounded(response))
                 yield {"type": "OPEN", "object": {}}
@@ -258,6 +264,21 @@ async def load_configuration(kubeconfig: str = "", context: str = "") -> Configu
             reason="NoCluster",
         ) from error
     return found
+
+
+@asynccontextmanager
+async def _held(response: ClientResponse) -> AsyncIterator[None]:
+    """Hold an answer; one that is left before its end is cut off.
+
+    Over TLS a polite close would wait for the server, which a watch keeps silent for long.
+    """
+    try:
+        yield
+    finally:
+        connection = response.connection
+        if connection is not None and connection.transport is not None:
+            connection.transport.abort()
+        response.release()
 
 
 async def _bounded(response: ClientResponse) -> bytes:
