@@ -451,6 +451,13 @@ class Restorer:
                     remedy="its directory must exist and the worker's user must be able to write there",
                     reason="MarkerNotWritable",
                 )
+            if "ContainerMountsError: " in why:
+                return CriuError(
+                    f"{work.request.id}: {why.partition(': ')[2]}",
+                    remedy="give the container the mounts that the worker had, writable where it writes",
+                    reason="MountsDiffer",
+                    log=kept,
+                )
             return CriuError(f"the restore failed: {why} (log: {kept})", reason="RestoreFailed", log=kept)
         return criu_failed(
             text,

@@ -98,6 +98,8 @@ class Shim:
             self.write_marker()
             with self.held_back():
                 code, timed_out = self.run_criu()
+            if self.container:
+                self.container.check_mounts(code)
             if code == 0:
                 self.root = self.read_root()
         except Exception as error:  # noqa: BLE001 - whatever it was, the agent is told and the tree is ended
@@ -262,7 +264,7 @@ class Shim:
                 for number, fd in ((0, null), (1, output), (2, output)):
                     os.dup2(fd, number)
                 if self.container:
-                    self.container.enter()
+                    argv = [*argv, *self.container.enter()]
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
                     signal.signal(number, signal.SIG_DFL)
                 for fd in fds:

@@ -11,23 +11,31 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from hibernode import shim_enter, shim_placeholder
+from hibernode import shim_enter, shim_mounts, shim_placeholder
 from hibernode.host import linux
 from hibernode.shim import start_ticks, stat_fields
 
 KINDS = ("mnt", "pid", *shim_enter.NAMESPACES)
 FIND_SECONDS = 5.0
 GRACE_SECONDS = 5.0
+HOOK_FDS = 400
+"""CRIU's script and its two pipes are above, out of the way of those that CRIU inherits for the worker."""
+
 SIGNALED = 128
 """What a shell adds to a signal's number to make an exit code of it."""
 
 
 class ContainerGoneError(Exception):
     """The container's init is not the process any more that it was."""
+
+
+class ContainerMountsError(Exception):
+    """The worker has not the mounts that the container has."""
 
 
 class Container:
@@ -48,6 +56,10 @@ class Container:
         self.ours = False
         self.rootfd: int | None = None
         self.code: int | None = None
+        self.fitted: bool | None = None
+        self.problem = ""
+        self.heard, self.say = os.pipe2(os.O_CLOEXEC)
+        self.wait, self.answer = os.pipe2(os.O_CLOEXEC)
 
     # before CRIU --------------------------------------------------------------------------------------
 
@@ -61,6 +73,7 @@ class Container:
                 os.mkdir(path)  # noqa: PTH102
             else:
                 os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        threading.Thread(target=self.fit_mounts, daemon=True).start()
 
     def opened(self, mode: str) -> int:
         """Take the init's own output in the place of the worker's, or /dev/null where it has none."""
@@ -80,6 +93,8 @@ class Container:
             yield
         finally:
             linux.setns(self.own, linux.CLONE_NEWPID)
+            for fd in (self.say, self.wait):  # CRIU's ends: when it is gone the others know
+                os.close(fd)
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
@@ -92,22 +107,60 @@ class Container:
             linux.setns(own, linux.CLONE_NEWNET)
             os.close(own)
 
-    def enter(self) -> None:
-        """Become a process of the container, as far as CRIU needs it; called in the child."""
+    def enter(self) -> list[str]:
+        """Become a process of the container, as far as CRIU needs it; called in the child.
+
+        :returns: arguments for CRIU, by which it asks for :meth:`fit_mounts`.
+        """
         shim_enter.enter({**self.spec, "namespaces": self.namespaces}, self.directory)
+        return ["--action-script", shim_enter.script(self.say, self.wait, HOOK_FDS)]
 
     def enter_files(self) -> None:
         """See the container's files as its own processes do; called in a child."""
         linux.setns(self.namespaces["mnt"], linux.CLONE_NEWNS)
         os.chdir("/")
 
+    # while CRIU waits ---------------------------------------------------------------------------------
+
+    def fit_mounts(self) -> None:
+        """Give the worker the container's mounts when CRIU says that all is made; a thread of its own.
+
+        What cannot be done is in ``problem`` afterwards, and CRIU ends the worker.
+        """
+        try:
+            if said := os.read(self.heard, 64):
+                root = self.host_pid(int(said), os.getpid())
+                worker = os.open(f"/proc/{root}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    shim_mounts.fit(self.namespaces["mnt"], worker)
+                finally:
+                    os.close(worker)
+                self.fitted = True
+        except Exception as error:  # noqa: BLE001 - whatever it was, CRIU is told and the restore fails
+            self.fitted, self.problem = False, str(error)
+        finally:
+            with contextlib.suppress(OSError):
+                os.write(self.answer, b"%d\n" % (not self.fitted))
+            os.close(self.heard)
+            os.close(self.answer)
+
+    def check_mounts(self, code: int) -> None:
+        """See, after CRIU, that the worker has the container's mounts, or that CRIU failed before them.
+
+        :raises ContainerMountsError: it has them not.
+        """
+        if self.fitted is False:
+            raise ContainerMountsError(f"the worker cannot have the container's mounts: {self.problem}")
+        if code == 0 and not self.fitted:
+            raise ContainerMountsError("CRIU has not let the worker have the container's mounts")
+
     # after CRIU ---------------------------------------------------------------------------------------
 
-    def host_pid(self, pid: int) -> int:
-        """Find a process by its pid in the container's namespace."""
+    def host_pid(self, pid: int, ancestor: int = 0) -> int:
+        """Find a process by its pid in the container's namespace, below the init or another ancestor."""
         deadline = time.monotonic() + FIND_SECONDS
         while True:
-            for found in self.tree():
+            for found in descendants(ancestor or self.pid):
                 with contextlib.suppress(OSError):
                     if inner_pid(found, self.spec["depth"]) == pid:
                         return found
@@ -157,13 +210,18 @@ class Container:
 
     def tree(self) -> list[int]:
         """List the descendants of the container's init, as the host numbers them."""
-        found: list[int] = []
-        parents = [self.pid]
-        while parents:
-            below = children(parents.pop())
-            found += below
-            parents += below
-        return found
+        return descendants(self.pid)
+
+
+def descendants(pid: int) -> list[int]:
+    """List all processes below one."""
+    found: list[int] = []
+    parents = [pid]
+    while parents:
+        below = children(parents.pop())
+        found += below
+        parents += below
+    return found
 
 
 def children(pid: int) -> list[int]:

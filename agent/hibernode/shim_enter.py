@@ -10,6 +10,7 @@ Like the shim, standard library and :mod:`hibernode.host.linux` only.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from typing import Any
@@ -22,6 +23,13 @@ NAMESPACES = ("cgroup", "uts", "ipc", "net")
 ROOT = "root"
 MOUNTS = "mounts"
 """Names below the restore's directory, where the root and the other mounts are attached."""
+
+SCRIPT = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = post-restore ] || exit 0
+echo "$CRTOOLS_INIT_PID" >/proc/{pid}/fd/{say} && read -r code </proc/{pid}/fd/{wait} && exit "$code"
+exit 1
+"""
+"""CRIU runs it at several moments. At ``post-restore`` all is made and no task runs; if it fails they end."""
 
 RESOLVE = linux.RESOLVE_BENEATH | linux.RESOLVE_NO_SYMLINKS | linux.RESOLVE_NO_MAGICLINKS
 
@@ -57,6 +65,21 @@ def enter(target: dict[str, Any], directory: str) -> None:
         if kind in namespaces:
             linux.setns(namespaces[kind])
     linux.mount("proc", "/proc", "proc")  # that of the pid namespace
+
+
+def script(say: int, wait: int, least: int) -> str:
+    """Make the script that CRIU runs, which says what it has made and waits for an answer; its path.
+
+    CRIU closes all descriptors for it. So it is reached, and reaches the pipes, as descriptors of CRIU,
+    which this process becomes; they are numbered from ``least`` on.
+    """
+    number = os.getpid()
+    fds = [fcntl.fcntl(fd, fcntl.F_DUPFD, least) for fd in (say, wait)]
+    writable = os.memfd_create("post-restore", os.MFD_CLOEXEC)
+    os.write(writable, SCRIPT.format(pid=number, say=fds[0], wait=fds[1]).encode())
+    os.fchmod(writable, 0o500)
+    readable = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
+    return f"/proc/{number}/fd/{fcntl.fcntl(readable, fcntl.F_DUPFD, least)}"
 
 
 def copied(target: dict[str, Any]) -> list[tuple[str, int]]:

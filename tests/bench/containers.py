@@ -48,14 +48,14 @@ def measure(report: Report, base: Path, criu: StampedCriu, rounds: int) -> None:
             [images.PYTHON_WORKER, "--no-ready"],
             image=images.debian(),
             env={"DYN_CHECKPOINT_HASH": ID, "DYN_RESTORE_MARKER_FILE": "/srv/restored"},
-            binds=binds,  # type: ignore[arg-type]  # a list of tuples of literals
+            binds=binds,
         )
         worker.counts_on()
         dumps = [_dump(Checkpointer(settings, store, state, None), worker) for _ in range(rounds)]
         restorer = Restorer(settings, store, state, None)
         restores = []
         for _ in range(rounds):
-            box = runtime.run(["/placeholder"], image=images.debian(), binds=binds)  # type: ignore[arg-type]
+            box = runtime.run(["/placeholder"], image=images.debian(), binds=binds)
             until("listening placeholder", lambda box=box: _listens(box))  # type: ignore[misc]
             restores.append(_restore(restorer, criu, box))
             box.remove()

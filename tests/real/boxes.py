@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hibernode.host import linux
 from tests.real.boxes_clear import BASES, CGROUPS, PREFIX, clear, leftovers, sweep
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from tests.real.boxes_ctr import Daemon
 
 KINDS = ("runc", "crun", "ctr", "cri")
-Bind = tuple[Path | str, str, Literal["rw", "ro"]]
-"""A directory or file of the host, its path inside, and whether the container may write."""
+Bind = tuple[Path | str, str, str]
+"""A directory or file of the host, its path inside, and ``rw`` or ``ro``; ``ro,noexec`` of runc and crun."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Recipe:
     uid: int = 0
     new_pod: bool = True
     tty: bool = False
+    linux: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Box(ABC):
@@ -196,11 +197,13 @@ class Runtime(ABC):
         name: str = "",
         hostname: str = "",
         tty: bool = False,
+        linux: Mapping[str, Any] | None = None,
     ) -> Box:
         """Start a container and return when its program runs.
 
         ``memory`` in bytes. ``new_pod=False`` puts a CRI container into the pod of the one before; the other
-        runtimes have no pods. A runtime that refuses is an AssertionError with its words.
+        runtimes have no pods. ``linux``: changes of that part of the ``config.json`` of runc and crun.
+        A runtime that refuses is an AssertionError with its words.
         """
         name = name or f"box{len(self.boxes)}"
         recipe = Recipe(
@@ -216,6 +219,7 @@ class Runtime(ABC):
             uid,
             new_pod,
             tty,
+            dict(linux or {}),
         )
         box = self._start(recipe)
         self.boxes.append(box)

@@ -60,7 +60,12 @@ class OciRuntime(Runtime):
         config["root"] = {"path": str(root), "readonly": recipe.readonly_root}
         config["hostname"] = recipe.hostname
         config["mounts"] += [
-            {"destination": inside, "type": "bind", "source": str(host), "options": ["rbind", mode]}
+            {
+                "destination": inside,
+                "type": "bind",
+                "source": str(host),
+                "options": ["rbind", *mode.split(",")],
+            }
             for host, inside, mode in recipe.binds
         ]
         config["linux"]["cgroupsPath"] = f"/{self.kind}-{self.kit.token}/{id_}"
@@ -68,6 +73,7 @@ class OciRuntime(Runtime):
             config["linux"].setdefault("resources", {})["memory"] = {"limit": recipe.memory}
         if recipe.seccomp is not None:
             config["linux"]["seccomp"] = json.loads(recipe.seccomp.read_text())
+        config["linux"] |= recipe.linux
         return config
 
     def _start(self, recipe: Recipe) -> Box:

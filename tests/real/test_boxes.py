@@ -166,7 +166,7 @@ def test_the_workers_speak_the_contract(
     env = {"DYN_CHECKPOINT_SIGNAL_FILE": "/signals/done", "DYN_RESTORE_MARKER_FILE": "/srv/restored"}
     binds = [(tmp_path, "/signals", "rw")]
     with kit.runtime("runc") as runtime:
-        boxes = [runtime.run([worker], image=root(), env=env, binds=binds) for _ in range(2)]  # type: ignore[arg-type]
+        boxes = [runtime.run([worker], image=root(), env=env, binds=binds) for _ in range(2)]
         (boxes[0].root / "srv/restored").touch()
         until("restored worker", lambda: (boxes[0].state() or {}).get("restored"))
         until("log", lambda: "restored at" in boxes[0].log())

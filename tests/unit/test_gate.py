@@ -161,6 +161,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str, str, str]] = [
     ("a volume that the worker did not have", {},
      mounted("/dev", "/dev/shm", "/etc/hosts", "/models", files=("/etc/hosts",)), "more_mounts", "warn",
      "did not have", "/models"),
+    ("a volume over one of the worker's", {"mounts": entries("/models/a")}, mounted("/models", "/models/a"),
+     "more_mounts", "fail", "did not have", "/models lies over /models/a"),
     ("the same image", {}, {}, "rootfs", "ok", "2 layers, the topmost /l/A", "the same"),
     ("another image", {"lower": ["/l/Z", "/l/B"]}, {}, "rootfs", "skip", "the topmost /l/Z", "the topmost /l/A"),
     ("a source that was no overlay", {"lower": []}, {}, "rootfs", "skip", "no overlay", "2 layers"),

@@ -26,20 +26,27 @@ SHIM = """
 import json, os, sys
 from hibernode.shim_container import Container
 spec, directory, argv = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3:]
+asks = spec.pop("asks", False)
 container = Container(spec, directory)
 container.prepare()
 with container.pids():
     child = os.fork()
     if child == 0:
         try:
-            container.enter()
+            more = container.enter()
             os.chdir("/")
-            os.execv(argv[0], argv)
+            os.execv(argv[0], [*argv, *more])
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(127)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+if asks:
+    try:
+        container.check_mounts(code)
+    except Exception as error:
+        os.write(2, str(error).encode())
+sys.exit(code)
 """
 """What the shim does around CRIU; ``argv`` stands in CRIU's place."""
 
@@ -157,9 +164,28 @@ def test_nothing_is_left_on_either_side(place: Place) -> None:
     assert (place.directory / "mounts/1").read_bytes() == b""
 
 
-def test_nothing_stays_open(place: Place) -> None:
-    """What CRIU gets is standard input, output and error; ``ls`` itself has one more."""
-    assert sorted(place.sh("ls /proc/self/fd").split()) == ["0", "1", "2", "3"]
+def test_nothing_stays_open_but_the_script_and_its_pipes(place: Place) -> None:
+    """What CRIU gets is standard input, output and error besides; ``ls`` itself has one more."""
+    fds = {int(fd) for fd in place.sh("ls /proc/self/fd").split()}
+    assert {fd for fd in fds if fd < shim_container.HOOK_FDS} == {0, 1, 2, 3}
+    assert len(fds) == 4 + 3
+
+
+@pytest.mark.parametrize(
+    ("action", "pid", "code", "error"),
+    [
+        pytest.param("post-restore", "$$", 1, "have the container's mounts: the container has", id="others"),
+        pytest.param("post-restore", "", 1, "have the container's mounts: invalid literal", id="nobody"),
+        pytest.param("pre-restore", "$$", 0, "CRIU has not let the worker have", id="not asked"),
+    ],
+)
+def test_the_script_fails_when_the_worker_cannot_have_the_mounts(
+    place: Place, action: str, pid: str, code: int, error: str
+) -> None:
+    """CRIU ends its tasks then, and the shim says why; a CRIU that never asks has failed too."""
+    script = f'export CRTOOLS_SCRIPT_ACTION={action} CRTOOLS_INIT_PID={pid}; exec "$1"'
+    done = place.run("/bin/sh", "-euc", script, asks=True)
+    assert (done.returncode, error in done.stderr) == (code, True), done.stderr
 
 
 # refused ----------------------------------------------------------------------------------------------

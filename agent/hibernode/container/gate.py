@@ -109,12 +109,15 @@ def _mounts(facts: ContainerFacts, target: Target) -> Finding:
 def _more_mounts(facts: ContainerFacts, target: Target) -> Finding:
     known = {entry.mount_point for entry in facts.mounts}
     more = [place.mount_point for place in target.mounts.external if place.mount_point not in known]
+    over = [
+        f"{point} lies over {below}" for point in more for below in known if below.startswith(f"{point}/")
+    ]
     return row(
         "restore.more_mounts",
-        Verdict.WARN if more else Verdict.OK,
+        Verdict.FAIL if over else Verdict.WARN if more else Verdict.OK,
         "no mount that the worker did not have",
-        listed(more) or "none",
-        "the restored worker will not see them",
+        listed(sorted(over) or more) or "none",
+        "the worker will see them too, in the place of what it had there: leave out what it does not know",
     )
 
 

@@ -27,7 +27,8 @@ RENAME_EXCHANGE: Final = 2
 # linux/prctl.h
 PR_SET_NO_NEW_PRIVS: Final = 38
 
-# linux/sched.h: the kinds of namespaces that setns(2) takes
+# linux/sched.h: root and working directory, and the kinds of namespaces that setns(2) takes
+CLONE_FS: Final = 0x00000200
 CLONE_NEWTIME: Final = 0x00000080
 CLONE_NEWNS: Final = 0x00020000
 CLONE_NEWCGROUP: Final = 0x02000000
@@ -57,6 +58,7 @@ XFS_SUPER_MAGIC: Final = 0x58465342
 AT_FDCWD: Final = -100
 AT_EMPTY_PATH: Final = 0x1000
 AT_NO_AUTOMOUNT: Final = 0x800
+AT_RECURSIVE: Final = 0x8000
 AT_STATX_DONT_SYNC: Final = 0x4000
 AT_SYMLINK_NOFOLLOW: Final = 0x100
 STATX_BASIC_STATS: Final = 0x7FF
@@ -69,6 +71,7 @@ SYS_MOVE_MOUNT: Final = 429
 SYS_PIDFD_OPEN: Final = 434
 SYS_OPENAT2: Final = 437
 SYS_PIDFD_GETFD: Final = 438
+SYS_MOUNT_SETATTR: Final = 442
 
 OPENAT2_ATTEMPTS: Final = 64
 """openat2 says EAGAIN when a rename elsewhere races with a ``..``; the kernel asks the caller to retry."""
@@ -114,11 +117,11 @@ class _Statx(ctypes.Structure):
     )
 
 
-def _error(call: str, path: str | bytes | int | None = None) -> OSError:
+def _error(call: str, path: str | bytes | int | None = None, *, since: str = "5.6") -> OSError:
     """Turn the thread's errno into an OSError of the fitting class."""
     number = ctypes.get_errno()
     if number == errno.ENOSYS:
-        text = f"{call} is not available: the kernel is older than 5.6 or a seccomp filter hides it"
+        text = f"{call} is not available: the kernel is older than {since} or a seccomp filter hides it"
     elif number == errno.EPERM:
         text = f"{call} is not permitted: a capability is missing or a seccomp filter forbids it"
     else:
@@ -332,10 +335,37 @@ def limit_malloc() -> None:
 
 MS_REC: Final = 0x4000
 MS_PRIVATE: Final = 0x40000
-"""linux/mount.h: for :func:`mount`."""
+MS_SLAVE: Final = 0x80000
+"""linux/mount.h: for :func:`mount` and :func:`mount_setattr`."""
+
+MNT_DETACH: Final = 0x2
+"""linux/fs.h"""
 
 OPEN_TREE_CLONE: Final = 1
 MOVE_MOUNT_F_EMPTY_PATH: Final = 0x4
+MOVE_MOUNT_T_EMPTY_PATH: Final = 0x40
+
+MOUNT_ATTR_RDONLY: Final = 0x1
+MOUNT_ATTR_NOSUID: Final = 0x2
+MOUNT_ATTR_NODEV: Final = 0x4
+MOUNT_ATTR_NOEXEC: Final = 0x8
+MOUNT_ATTR_NOATIME: Final = 0x10
+MOUNT_ATTR_STRICTATIME: Final = 0x20
+MOUNT_ATTR_NODIRATIME: Final = 0x80
+MOUNT_ATTR_NOSYMFOLLOW: Final = 0x200000
+MOUNT_ATTR_ALL: Final = 0x2000FF
+"""linux/mount.h: for :func:`mount_setattr`; 0x70 are one number, which says how access times are kept."""
+
+
+class _MountAttr(ctypes.Structure):
+    """``struct mount_attr`` of linux/mount.h."""
+
+    _fields_ = (
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    )
 
 
 def unshare(flags: int) -> None:
@@ -363,17 +393,50 @@ def open_tree_clone(fd: int) -> int:
     return number
 
 
-def move_mount(fd: int, target: str) -> None:
-    """Attach a mount from :func:`open_tree_clone` at ``target``."""
+def move_mount(fd: int, target: str | int) -> None:
+    """Attach a mount from :func:`open_tree_clone` at a path, or where a descriptor lies."""
+    directory, path, flags = AT_FDCWD, b"", MOVE_MOUNT_F_EMPTY_PATH
+    if isinstance(target, int):
+        directory, flags = target, flags | MOVE_MOUNT_T_EMPTY_PATH
+    else:
+        path = _encode(target)
     arguments = (
         ctypes.c_int(fd),
         ctypes.c_char_p(b""),
-        ctypes.c_int(AT_FDCWD),
-        ctypes.c_char_p(_encode(target)),
-        ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH),
+        ctypes.c_int(directory),
+        ctypes.c_char_p(path),
+        ctypes.c_uint(flags),
     )
     if _libc.syscall(SYS_MOVE_MOUNT, *arguments) != 0:
         raise _error("move_mount", target)
+
+
+def mount_setattr(fd: int, attributes: int | None = None, *, propagation: int = 0) -> None:
+    """Give the mount whose root ``fd`` is these ``MOUNT_ATTR_*`` and no others (since Linux 5.12).
+
+    ``propagation``: ``MS_SLAVE`` or the like, for all mounts below it too.
+
+    :raises OSError: EBUSY when it is to be read-only and a file there is open for writing; EINVAL when it is
+        no mount of this thread's mount namespace.
+    """
+    attr = _MountAttr(propagation=propagation)
+    if attributes is not None:
+        attr.attr_set, attr.attr_clr = attributes, MOUNT_ATTR_ALL
+    arguments = (
+        ctypes.c_int(fd),
+        ctypes.c_char_p(b""),
+        ctypes.c_uint(AT_EMPTY_PATH | (AT_RECURSIVE if propagation else 0)),
+        ctypes.byref(attr),
+        ctypes.c_size_t(ctypes.sizeof(attr)),
+    )
+    if _libc.syscall(SYS_MOUNT_SETATTR, *arguments) != 0:
+        raise _error("mount_setattr", since="5.12")
+
+
+def detach(path: str) -> None:
+    """Take the mount at ``path`` away; it ends when nobody uses it any more."""
+    if _libc.umount2(ctypes.c_char_p(_encode(path)), ctypes.c_int(MNT_DETACH)) != 0:
+        raise _error("umount2", path)
 
 
 def mount_id(fd: int) -> int:

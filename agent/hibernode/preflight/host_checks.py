@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hibernode.config import Settings
     from hibernode.criu.find import Criu
 
-MIN_KERNEL: Final = (5, 11)
-"""The first with all that is used here: openat2 5.6, CAP_CHECKPOINT_RESTORE 5.9, epoll kcmp 5.11."""
+MIN_KERNEL: Final = (5, 12)
+"""The first with all that is used here: openat2 5.6, CAP_CHECKPOINT_RESTORE 5.9, mount_setattr 5.12."""
 
 NEEDED_CAPABILITIES: Final = {
     "CAP_DAC_READ_SEARCH": 2,
