@@ -277,7 +277,7 @@ class Restorer:
 
     async def _fill(self, work: _Work, artifact: Artifact, target: Target) -> None:
         """Bring the worker's files into the container; from here on there is something to undo."""
-        work.applied = filling.planned(artifact.manifest)
+        work.applied = filling.planned(artifact.manifest, target)
         key = target.process.key
         work.journal.note(target={"pid": key.pid, "start_ticks": key.start_ticks, "comm": target.comm})
         work.journal.note(applied=[dataclasses.asdict(entry) for entry in work.applied])

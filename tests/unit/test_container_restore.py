@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -11,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from hibernode.container import target as targets
 from hibernode.container.restore import Applied
 from hibernode.container.target import Target
 from hibernode.discovery.containers import Container, ContainerRef
-from hibernode.errors import IntegrityError
+from hibernode.errors import IntegrityError, RefusedError
 from hibernode.host import procfs
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
@@ -74,8 +74,8 @@ def test_criu_gets_the_containers_own(
     assert filling.inherit(image) == ends
 
 
-def test_what_will_be_applied_is_known_before() -> None:
-    """The journal names each diff and its undo; of a process there are none."""
+def test_what_will_be_applied_is_known_before(tmp_path: Path) -> None:
+    """The journal names each diff, its undo and its mount; of a process there are none."""
     image = manifest(
         {**FILES, "rootfs.tar": b"", "shm.tar": b""},
         container={
@@ -87,8 +87,14 @@ def test_what_will_be_applied_is_known_before() -> None:
             ],
         },
     )
-    assert filling.planned(image) == [Applied("rootfs.tar.undo", "/"), Applied("shm.tar.undo", "/dev/shm")]
-    assert filling.planned(manifest()) == []
+    with box(tmp_path, IMAGE) as pid, Process.open(pid) as process:
+        target = targets.look(Container(ContainerRef("x"), process.key, "box", 1, 2), process)
+        ids = target.mounts.root.id, *(place.id for place in target.mounts.external)
+        assert filling.planned(image, target) == [
+            Applied("rootfs.tar.undo", "/", ids[0]),
+            Applied("shm.tar.undo", "/dev/shm", ids[1]),
+        ]
+        assert filling.planned(manifest(), target) == []
 
 
 # files ------------------------------------------------------------------------------------------------
@@ -119,7 +125,7 @@ class Place:
         ]
         image = manifest(contents, container={"id": "x", "mounts": mounts, "diffs": diffs})
         self.artifact = Artifact(where, image, pinned=False)
-        self.applied = filling.planned(image)
+        self.applied = filling.planned(image, self.target())
 
     @staticmethod
     def _diff(tmp_path: Path) -> bytes:
@@ -247,6 +253,38 @@ def test_an_undo_that_is_something_else_changes_nothing(place: Place, make: Any,
     assert place.files()["etc/changed"] == "worker\n"
 
 
+OVER = """
+import ctypes
+libc = ctypes.CDLL(None)
+assert libc.setns({}, 0) == 0
+assert libc.mount(b"over", b"{}", b"tmpfs", 0, None) == 0
+"""
+
+
+@pytest.mark.parametrize("where", ["/dev/shm", "/dev"])
+def test_a_mount_that_was_changed_after_the_gate_gets_no_files(place: Place, where: str) -> None:
+    """Neither the worker's, nor what would undo them; the sentence names the place."""
+    target = place.target()
+    place.apply()
+    applied = place.files()
+    with kit.descriptor(f"/proc/{place.pid}/ns/mnt") as namespace:
+        subprocess.run(
+            [sys.executable, "-c", OVER.format(namespace, where)], check=True, pass_fds=[namespace]
+        )
+    if where == "/dev":
+        (place.root / "dev/shm").mkdir()
+    before = list((place.root / "dev/shm").iterdir())
+    (problem,) = place.undo()
+    assert problem.startswith("/dev/shm: ")
+    assert "covered by another one" in problem
+    (place.path / "rootfs.tar.undo").unlink(missing_ok=True)
+    (place.path / "shm.tar.undo").unlink()
+    with pytest.raises(RefusedError, match="the mount at /dev/shm is covered by another one"):
+        filling.apply_files(place.artifact, target, place.directory)
+    assert list((place.root / "dev/shm").iterdir()) == before == []
+    assert "etc/new" in applied
+
+
 def test_a_place_that_is_gone_is_said(place: Place) -> None:
     """One sentence for each that cannot be undone; the rest is undone."""
     place.apply()
@@ -264,9 +302,9 @@ def test_a_place_that_is_gone_is_said(place: Place) -> None:
 
 def test_a_place_that_is_a_link_is_not_filled(place: Place) -> None:
     """The container's own processes cannot point the agent elsewhere; what had been done is undone."""
+    held = place.target()  # a look would refuse it afterwards: this is a race
     (place.root / "dev").rename(place.root / "old")
     (place.root / "dev").symlink_to("old")
-    held: Any = SimpleNamespace(process=place.process)  # a look would refuse it already: this is a race
     with pytest.raises(OSError, match="symbolic link"):
         filling.apply_files(place.artifact, held, place.directory)
     assert (place.root / "etc/changed").read_text() == "worker\n"
@@ -304,7 +342,7 @@ def noted(place: Place, **changes: Any) -> dict[str, Any]:
     return {
         "target": {"pid": place.pid, "start_ticks": place.process.key.start_ticks},
         "started_at": time.time(),
-        "applied": [{"undo": entry.undo, "mount_point": entry.mount_point} for entry in place.applied],
+        "applied": [dataclasses.asdict(entry) for entry in place.applied],
         **changes,
     }
 

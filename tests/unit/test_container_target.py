@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,23 @@ def test_the_number_of_devices_is_bounded(tmp_path: Path) -> None:
     """A container may make as many nodes as it likes; not all are looked at."""
     with box(tmp_path, "cd dev; for n in $(seq 1100); do echo n$n c 1 3; done | xargs -n 4 mknod") as pid:
         assert len(list(targets.devices(pid))) == targets.MAX_DEVICES
+
+
+def test_what_is_no_device_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All directories together are looked at up to a number, however many files are in them."""
+    monkeypatch.setattr(targets, "MAX_ENTRIES", 50)
+    seen: list[str] = []
+    stat = os.stat
+
+    def noted(name: str, **more: Any) -> os.stat_result:
+        seen.append(name)
+        return stat(name, **more)
+
+    monkeypatch.setattr(os, "stat", noted)
+    many = "cd dev; for d in a b c; do mkdir $d; for n in $(seq 100); do echo >$d/f$n; done; done"
+    with box(tmp_path, many) as pid:
+        assert list(targets.devices(pid)) == []
+    assert len(seen) <= 50
 
 
 def test_id_maps_have_one_form(tmp_path: Path) -> None:

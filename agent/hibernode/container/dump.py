@@ -153,8 +153,10 @@ def save_files(dump: ContainerDump, process: Process, staging: Staging) -> tuple
             finally:
                 os.close(upper)
             diffs.append(_facts(ROOTFS, "/", saved))
-        if any(place.mount_point == SHM_MOUNT for place in dump.plan.external):
-            shm = mountplan.open_directory(root, SHM_MOUNT)
+        for place in dump.plan.external:
+            if place.mount_point != SHM_MOUNT:
+                continue
+            shm = mountplan.open_mount(root, SHM_MOUNT, place.id)
             try:
                 with _new(staging, SHM) as out:
                     saved = rootfs.save_tree(shm, out)

@@ -78,6 +78,21 @@ def open_directory(root: int, path: str) -> int:
     return linux.openat2(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, resolve=RESOLVE)
 
 
+def open_mount(root: int, path: str, number: int | None) -> int:
+    """Open the directory at which a mount was seen, if it is that mount still.
+
+    ``number``: its id; None when that is not known, and any will do.
+
+    :raises RefusedError: reason ``MountUnusable``, another one is there now.
+    :raises OSError: nothing that could be opened is there.
+    """
+    fd = os.dup(root) if path == "/" else open_directory(root, path)
+    if number is None or linux.mount_id(fd) == number:
+        return fd
+    os.close(fd)
+    raise _unusable(path, "is covered by another one, or was just changed")
+
+
 def root_of(seen: Iterable[Mount]) -> Mount:
     """Find the mount at /: the last one, which covers those before.
 

@@ -31,10 +31,14 @@ STDIO: Final = {1: "stdout", 2: "stderr"}
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A diff that is applied, or about to be; the tar ``undo`` of the restore's directory undoes it."""
+    """A diff that is applied, or about to be; the tar ``undo`` of the restore's directory undoes it.
+
+    ``mount``: the id of the mount that it goes to, as the gate has seen it; None in notes of older agents.
+    """
 
     undo: str
     mount_point: str
+    mount: int | None = None
 
 
 def inherit(manifest: Manifest) -> list[dict[str, str]]:
@@ -52,10 +56,11 @@ def inherit(manifest: Manifest) -> list[dict[str, str]]:
     return list(ends.values())
 
 
-def planned(manifest: Manifest) -> list[Applied]:
-    """Say which diffs will be applied, for the journal."""
+def planned(manifest: Manifest, target: Target) -> list[Applied]:
+    """Say which diffs will be applied, for the journal. The gate has seen that their mounts are there."""
+    ids = {"/": target.mounts.root.id, **{place.mount_point: place.id for place in target.mounts.external}}
     diffs = manifest.container.diffs if manifest.container is not None else ()
-    return [Applied(diff.file + UNDO_SUFFIX, diff.mount_point) for diff in diffs]
+    return [Applied(diff.file + UNDO_SUFFIX, diff.mount_point, ids[diff.mount_point]) for diff in diffs]
 
 
 def apply_files(artifact: Artifact, target: Target, directory: Dir) -> None:
@@ -64,29 +69,27 @@ def apply_files(artifact: Artifact, target: Target, directory: Dir) -> None:
     :raises HibernodeError, OSError: the container has been changed in part, and is to be undone.
     """
     assert artifact.manifest.container is not None
-    for diff in artifact.manifest.container.diffs:
-        _apply(artifact, diff, target, directory)
+    entries = planned(artifact.manifest, target)
+    for diff, entry in zip(artifact.manifest.container.diffs, entries, strict=True):
+        _apply(artifact, diff, entry, target, directory)
 
 
-def _apply(artifact: Artifact, diff: DiffFacts, target: Target, directory: Dir) -> None:
+def _apply(artifact: Artifact, diff: DiffFacts, entry: Applied, target: Target, directory: Dir) -> None:
     with contextlib.ExitStack() as held:
-        top = held.enter_context(_opened(target.process.pid, diff.mount_point))
+        top = held.enter_context(_opened(target.process.pid, entry))
         tar = os.open(artifact.path / diff.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         held.callback(os.close, tar)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        undo = os.open(diff.file + UNDO_SUFFIX, flags, 0o600, dir_fd=directory.fd)
+        undo = os.open(entry.undo, flags, 0o600, dir_fd=directory.fd)
         undo_to = held.enter_context(os.fdopen(undo, "wb"))
         rootfs_apply.apply(top, tar, undo_to, max_bytes=os.fstat(tar).st_size)
 
 
 @contextlib.contextmanager
-def _opened(pid: int, mount_point: str) -> Iterator[int]:
+def _opened(pid: int, entry: Applied) -> Iterator[int]:
     root = open_root(pid)
     try:
-        if mount_point == "/":
-            yield root
-            return
-        fd = mountplan.open_directory(root, mount_point)
+        fd = mountplan.open_mount(root, entry.mount_point, entry.mount)
         try:
             yield fd
         finally:
@@ -114,7 +117,7 @@ def undo_files(process: Process, directory: Dir, applied: Iterable[Applied]) -> 
             problems.append(f"{entry.mount_point}: {error}")
             continue
         try:
-            with _opened(process.pid, entry.mount_point) as top:
+            with _opened(process.pid, entry) as top:
                 rootfs_apply.undo(top, undo)
         except IntegrityError:
             pass  # it was not finished, and before that nothing was changed
@@ -145,7 +148,7 @@ def noted(journal: dict[str, Any]) -> list[Applied]:
     """Read from a journal which diffs a restore has applied, or was about to; what is damaged is left out."""
     entries = journal.get("applied")
     return [
-        Applied(str(entry["undo"]), str(entry["mount_point"]))
+        Applied(str(entry["undo"]), str(entry["mount_point"]), entry.get("mount"))
         for entry in (entries if isinstance(entries, list) else ())
         if isinstance(entry, dict) and {"undo", "mount_point"} <= entry.keys()
     ]

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -26,6 +27,9 @@ NET: Final = "extNetNs"
 """The key under which the image refers to the container's network namespace; Dynamo's agent uses it too."""
 
 MAX_DEVICES: Final = 1000
+MAX_ENTRIES: Final = 10_000
+"""Of all that is looked at below /dev; the directories are the container's, and hostile."""
+
 DEVICE_DEPTH: Final = 2
 
 
@@ -96,18 +100,21 @@ def devices(pid: int) -> Iterator[str]:
     """List the device nodes below a container's /dev, two levels deep, links not followed."""
     root = open_root(pid)
     try:
-        yield from list(_devices(root, "dev", DEVICE_DEPTH))[:MAX_DEVICES]
+        yield from list(islice(_devices(root, "dev", DEVICE_DEPTH, iter(range(MAX_ENTRIES))), MAX_DEVICES))
     finally:
         os.close(root)
 
 
-def _devices(root: int, path: str, depth: int) -> Iterator[str]:
+def _devices(root: int, path: str, depth: int, budget: Iterator[int]) -> Iterator[str]:
+    """Look at the entries of a directory and those below, one for each item of ``budget``."""
     try:
         fd = mountplan.open_directory(root, path)
     except OSError:
         return
     try:
-        for name in sorted(os.listdir(fd))[:MAX_DEVICES]:  # noqa: PTH208 - a descriptor
+        with os.scandir(fd) as entries:
+            names = [entry.name for _, entry in zip(budget, entries, strict=False)]
+        for name in sorted(names):
             try:
                 mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
             except OSError:
@@ -115,7 +122,7 @@ def _devices(root: int, path: str, depth: int) -> Iterator[str]:
             if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
                 yield f"/{path}/{name}"
             elif stat.S_ISDIR(mode) and depth > 1 and name not in ("pts", "shm", "mqueue"):
-                yield from _devices(root, f"{path}/{name}", depth - 1)
+                yield from _devices(root, f"{path}/{name}", depth - 1, budget)
     finally:
         os.close(fd)
 
