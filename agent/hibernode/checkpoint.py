@@ -262,7 +262,8 @@ class Checkpointer:
         )
         kept = await uncut(_look(work, partial(links.keep, work.staging, work.preflight)))
         established = work.preflight.tcp == "established"
-        with work.journal.timed("criu"):
+        inside = containers.namespaces(work.dump, work.request.process)
+        with work.journal.timed("criu"), inside as namespaces:
             try:
                 result = await run_criu(
                     work.criu,
@@ -275,6 +276,7 @@ class Checkpointer:
                     safe=partial(moment.is_safe, work.request.process.pid),
                     grace=TERM_SECONDS,
                     tree=work.request.process.fileno(),
+                    namespaces=namespaces,
                 )
             except asyncio.CancelledError:
                 self._keep_log(work, self._dump_log(work))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,18 +46,27 @@ def test_a_container_is_frozen_and_thawed_in_another(place: Place) -> None:
     after = waiting.counts_on()
     assert after["count"] > frozen
     assert after["restored"] is True
-    same = ("pid", "proc_self", "pgrp", "uid", "seccomp", "no_new_privs", "capabilities", "hostname")
+    same = ("pid", "proc_self", "pgrp", "uid", "seccomp", "no_new_privs", "capabilities")
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
     assert after["proc_self"] == str(after["pid"]) == "1"
     assert after["seccomp"] == 2
     assert after["shm"] > frozen
     assert tree(waiting.root) == files
+    assert after["hostname"] == hostname(waiting.pid)
     root = next(int(pid) for pid in children(waiting.pid))
     assert Path(f"/proc/{root}/cgroup").read_text() == waiting.cgroup()
+    for kind in ("cgroup", "ipc", "net", "uts"):
+        assert os.readlink(f"/proc/{root}/ns/{kind}") == os.readlink(f"/proc/{waiting.pid}/ns/{kind}")
     assert mounts_of(root) == mounts_of(waiting.pid)
     until("ticks in the placeholder's log", lambda: "tick" in waiting.log())
     waiting.ask_exit(7)
     assert waiting.wait() == 7
+
+
+def hostname(pid: int) -> str:
+    """Ask for the name of a container."""
+    command = ["nsenter", f"--uts=/proc/{pid}/ns/uts", "hostname"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
 
 def test_a_crash_is_never_a_zero(place: Place) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import os
 import stat
+import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,8 @@ from hibernode.container.dump import ROOTFS, SHM, ContainerDump
 from hibernode.container.mountplan import MountPlan, Place
 from hibernode.criu.options import DumpOptions
 from hibernode.discovery.containers import Container, ContainerRef
-from hibernode.errors import UsageError
+from hibernode.errors import RefusedError, UsageError
+from hibernode.host import linux
 from hibernode.host.freezer import Freezer
 from hibernode.host.mounts import Mount
 from hibernode.host.procfs import Fd, Process, Stat, Status
@@ -34,7 +36,7 @@ from hibernode.preflight.facts import StoreFacts, Task
 from hibernode.workload import ProcessKey
 from tests.unit import rootfs_kit as kit
 from tests.unit.artifact_kit import ID
-from tests.unit.box_kit import box
+from tests.unit.box_kit import KINDS, box
 
 BASE = DumpOptions(
     leave="running",
@@ -271,6 +273,45 @@ def test_a_box_is_looked_at(tmp_path: Path) -> None:
     ]
     assert facts.uid_map == "0 0 4294967295"
     assert facts.devices == ("/dev/null",)
+
+
+IPC = KINDS | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+
+
+@pytest.mark.parametrize(
+    ("kinds", "setup", "joined"),
+    [
+        pytest.param(IPC, "", ("uts", "ipc"), id="nothing in it"),
+        pytest.param(IPC, "ipcmk -S 1", ("uts",), id="a semaphore in it"),
+        pytest.param(KINDS, "", ("uts",), id="the node's"),
+    ],
+)
+def test_criu_enters_what_it_shall_not_save(
+    tmp_path: Path, kinds: int, setup: str, joined: tuple[str, ...]
+) -> None:
+    """The restored tree is in the new container's then; SysV objects need their own namespace."""
+    (tmp_path / "root").mkdir()
+    with box(tmp_path / "root", setup, kinds=kinds) as pid, Process.open(pid) as process:
+        dump = looked_at(pid, process, tmp_path)
+        assert dump.joined == joined
+        with dumps.namespaces(dump, process) as fds:
+            found = [os.fstat(fd).st_ino for fd in fds]
+            assert found == [os.stat(f"/proc/{pid}/ns/{kind}").st_ino for kind in joined]
+        assert not any(Path(f"/proc/self/fd/{fd}").exists() for fd in fds)
+        with dumps.namespaces(None, process) as fds:
+            assert fds == ()
+
+
+def test_sysv_objects_that_come_in_the_dump_are_not_lost(tmp_path: Path, staging: Staging) -> None:
+    """CRIU is in the namespace and saves none, so that the dump must fail."""
+    (tmp_path / "root").mkdir()
+    with box(tmp_path / "root", kinds=IPC) as pid, Process.open(pid) as process:
+        dump = looked_at(pid, process, tmp_path)
+        command = ["nsenter", f"--ipc=/proc/{pid}/ns/ipc", "ipcmk", "-Q"]
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+        with pytest.raises(RefusedError, match=f"pid {pid} has 1 message queue now") as caught:
+            dumps.save_files(dump, process, staging)
+    assert caught.value.reason == "SysVObjects"
 
 
 def test_a_bad_pattern_is_said_before_anything_is_done(tmp_path: Path) -> None:

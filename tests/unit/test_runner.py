@@ -78,6 +78,25 @@ def run(tmp_path):
     return run_
 
 
+async def test_it_is_in_the_namespaces_that_it_shall_be_in(run):
+    """And none of our own threads is, nor goes there when it cannot be started."""
+    kinds = ("ipc", "uts")
+    before = [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]
+    with subprocess.Popen(
+        ["unshare", *(f"--{kind}" for kind in kinds), "cat"], stdin=subprocess.PIPE
+    ) as other:
+        theirs = [os.readlink(f"/proc/{other.pid}/ns/{kind}") for kind in kinds]
+        while theirs[0] == before[0] or theirs[1] == before[1]:
+            theirs = [os.readlink(f"/proc/{other.pid}/ns/{kind}") for kind in kinds]
+        fds = [os.open(f"/proc/{other.pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds]
+        result = await run("readlink /proc/self/ns/ipc /proc/self/ns/uts", namespaces=fds)
+        for fd in fds:
+            os.close(fd)
+        other.communicate()
+    assert result.output.split() == theirs
+    assert [os.readlink(f"/proc/thread-self/ns/{kind}") for kind in kinds] == before
+
+
 class Started:
     """Takes the pid that on_start tells, and lets a test wait for it."""
 

@@ -19,11 +19,14 @@ from hibernode.container import mountplan, target
 from hibernode.container.mountplan import MountPlan
 from hibernode.criu.options import DumpOptions
 from hibernode.discovery.containers import Container, name_in_pod
+from hibernode.errors import RefusedError
 from hibernode.host import cgroups, linux
 from hibernode.host.freezer import Freezer, usable_freezer
 from hibernode.host.inroot import open_root
+from hibernode.host.namespaces import open_namespace, sysv_objects
 from hibernode.host.procfs import Process
 from hibernode.preflight import Preflight
+from hibernode.preflight.rows import listed
 
 log = logging.getLogger("hibernode.container")
 
@@ -44,7 +47,9 @@ EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "::1", ""})  # noqa: S104 - reco
 class ContainerDump:
     """A container before it is dumped. ``freezer``: None if CRIU cannot use one.
 
-    ``root``: what is known of its root; ``excluded``: what of it is not saved.
+    ``root``: what is known of its root; ``excluded``: what of it is not saved. ``joined``: the kinds of
+    namespaces that CRIU enters. Those that it is in itself it does not save, and the restored tree will be in
+    those of the CRIU that restores it: the new container's.
     """
 
     container: Container
@@ -53,6 +58,7 @@ class ContainerDump:
     root: Root
     excluded: tuple[str, ...]
     freezer: Freezer | None
+    joined: tuple[str, ...] = ("uts", "ipc")
 
     @property
     def upper(self) -> str | None:
@@ -100,7 +106,10 @@ def look(container: Container, process: Process, checked: Preflight, settings: S
         log.debug("%s: %s", finding.check, finding.found)
     excluded = (*rootfs.DEFAULT_EXCLUDED, *settings.checkpoint.rootfs_exclude)
     rootfs.compile_patterns(excluded)  # before anything is done: a bad one is the operator's mistake
-    return ContainerDump(container, plan, facts, root_of(pid), excluded, freezer)
+    # SysV objects are saved and restored only with an IPC namespace of their own.
+    own_ipc = namespaces.get("ipc") != checked.facts.agent_namespaces.get("ipc")
+    joined = ("uts", "ipc") if own_ipc and not checked.facts.sysv else ("uts",)
+    return ContainerDump(container, plan, facts, root_of(pid), excluded, freezer, joined)
 
 
 def _addresses(checked: Preflight, *, listening: bool) -> set[str]:
@@ -129,6 +138,20 @@ def options(base: DumpOptions, dump: ContainerDump) -> DumpOptions:
     )
 
 
+@contextmanager
+def namespaces(dump: ContainerDump | None, process: Process) -> Iterator[tuple[int, ...]]:
+    """Give the namespaces that CRIU enters before it dumps, as open descriptors; of a process there are none.
+
+    :raises ProcessLookupError: it has ended.
+    """
+    with ExitStack() as held:
+        fds: list[int] = []
+        for kind in () if dump is None else dump.joined:
+            fds.append(open_namespace(process.pid, kind))
+            held.callback(os.close, fds[-1])
+        yield tuple(fds)
+
+
 def facts(dump: ContainerDump | None, diffs: tuple[DiffFacts, ...]) -> ContainerFacts | None:
     """Put together what the manifest says of the container."""
     return None if dump is None else dump.facts.model_copy(update={"diffs": diffs})
@@ -141,7 +164,14 @@ def save_files(dump: ContainerDump, process: Process, staging: Staging) -> tuple
     read-only, for nothing was.
 
     :raises OSError, HibernodeError: as :func:`hibernode.artifact.rootfs.save`.
+    :raises RefusedError: it has made SysV objects after preflight, which CRIU does not save then.
     """
+    if "ipc" in dump.joined and (made := sysv_objects(process.pid)):
+        raise RefusedError(
+            f"pid {process.pid} has {listed(made)} now, and had no SysV object before the dump began",
+            remedy="take the checkpoint again: what is there before goes along",
+            reason="SysVObjects",
+        )
     root = open_root(process.pid)
     try:
         diffs: list[DiffFacts] = []

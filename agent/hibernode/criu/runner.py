@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from hibernode.criu.find import MIN_VERSION, Criu, clean_env, find_criu
 from hibernode.errors import CriuError
 from hibernode.host import procfs
+from hibernode.host.namespaces import inside
 
 __all__ = [
     "JOB_ENV",
@@ -80,6 +82,7 @@ async def run_criu(
     safe: Callable[[], bool] | None = None,
     grace: float = GRACE_SECONDS,
     tree: int | None = None,
+    namespaces: Sequence[int] = (),
 ) -> CriuResult:
     """Run CRIU to its end, or until ``deadline`` seconds have passed.
 
@@ -89,6 +92,7 @@ async def run_criu(
     the pid; ``before_kill`` is called before the first of these signals, and before that ``safe`` is asked,
     in a thread and with the group stopped, until this is a moment to kill, or ``grace`` is over. ``tree`` is
     a pidfd of what is dumped: when that ends, CRIU may wait for its word for ever, so it is killed then.
+    ``namespaces``: descriptors of those that it shall be in.
 
     :raises CriuError: it could not be started.
     """
@@ -98,7 +102,13 @@ async def run_criu(
     started = time.monotonic()
     try:
         child = _Child(
-            argv, {**clean_env(), JOB_ENV: marker}, pass_fds, grace, before_kill=before_kill, safe=safe
+            argv,
+            {**clean_env(), JOB_ENV: marker},
+            pass_fds,
+            grace,
+            before_kill=before_kill,
+            safe=safe,
+            namespaces=namespaces,
         )
     except OSError as error:
         raise CriuError(
@@ -137,6 +147,7 @@ class _Child:
         *,
         before_kill: Callable[[], None] | None,
         safe: Callable[[], bool] | None,
+        namespaces: Sequence[int],
     ) -> None:
         self._grace = grace
         self._before_kill = before_kill
@@ -148,7 +159,8 @@ class _Child:
         self._pipe, writer = os.pipe()
         os.set_blocking(self._pipe, False)
         try:
-            self._process = subprocess.Popen(
+            popen = partial(
+                subprocess.Popen,
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=writer,
@@ -159,6 +171,7 @@ class _Child:
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
+            self._process = inside(namespaces, popen) if namespaces else popen()
         except BaseException:
             os.close(self._pipe)
             raise

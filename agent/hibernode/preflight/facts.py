@@ -147,6 +147,7 @@ class Facts:
     - ``unix_peers``: the peers, by inode, that are not in the tree.
     - ``held_ids``: ids of sessions and process groups, with a process outside the tree that is in it.
     - ``may_read_limits``: the agent has CAP_SYS_RESOURCE.
+    - ``sysv``: the SysV objects of an IPC namespace that is not the agent's, as ``2 semaphore sets``.
     - ``tracers``: who traces a process.
     - ``unseen``, ``denied``: what was too much to look at, and what may not be looked at.
     """
@@ -177,6 +178,7 @@ class Facts:
     held_ids: Mapping[int, int] = field(default_factory=dict)
     preload_file: bool = False
     may_read_limits: bool = True
+    sysv: tuple[str, ...] = ()
     tracers: Mapping[int, str] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()

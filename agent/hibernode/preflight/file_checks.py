@@ -59,6 +59,7 @@ def findings(facts: Facts, settings: Settings) -> list[Finding]:
         check_file_locks(facts, settings),
         check_inotify(facts),
         check_sysv(facts),
+        check_sysv_objects(facts),
     ]
 
 
@@ -345,4 +346,16 @@ def check_sysv(facts: Facts) -> Finding:
         ),
         remedy="start the worker with 'unshare --ipc', or use POSIX shared memory",
         reason="SysVSharedMemory",
+    )
+
+
+def check_sysv_objects(facts: Facts) -> Finding:
+    """Look for SysV objects beside a container: they go along, but then nothing is shared with others."""
+    return row(
+        "tree.sysv_objects",
+        "no SysV object in the container's IPC namespace",
+        facts.sysv if facts.in_container else (),
+        remedy="they go along, in an IPC namespace that the restored worker shares with no other container",
+        reason="SysVObjects",
+        verdict=Verdict.WARN,
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from hibernode.apart import go_on
 from hibernode.errors import RefusedError
 from hibernode.host import inroot, linux, mounts, procfs, sockets
+from hibernode.host.namespaces import sysv_objects
 from hibernode.preflight import facts as f
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class _Gatherer:
             outside_pids=frozenset(stat.pid for stat in outside),
             held_ids={held: stat.pid for stat in outside for held in (stat.session, stat.pgrp)},
             preload_file=self._preload_file(),
+            sysv=self._sysv(),
             tracers=_tracers(tasks, stats),
             unseen=tuple(self.unseen),
             denied=tuple(self.denied),
@@ -330,6 +332,13 @@ class _Gatherer:
                 for entry in islice(entries, MAX_DIRECTORY_ENTRIES):
                     if entry.name.startswith("link_remap."):
                         yield f"{directory}/{entry.name}"
+
+    def _sysv(self) -> tuple[str, ...]:
+        """List the SysV objects that the root sees, not the node's; who may not look may not dump either."""
+        with contextlib.suppress(PermissionError):
+            if procfs.namespaces(self.root).get("ipc") not in (None, procfs.namespaces(os.getpid())["ipc"]):
+                return sysv_objects(self.root)
+        return ()
 
     def _preload_file(self) -> bool:
         """Whether the root's /etc/ld.so.preload names something."""
