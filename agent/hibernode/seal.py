@@ -21,6 +21,7 @@ from hibernode.compat import cpu_features
 from hibernode.config import Settings
 from hibernode.container.dump import ContainerDump, in_diff
 from hibernode.container.target import stat_in
+from hibernode.criu.image_sockets import bound_addresses
 from hibernode.criu.images import ImageTask, read_pstree
 from hibernode.criu.runner import Criu
 from hibernode.criu.stdio import append_stdio, unchecked_paths
@@ -187,10 +188,12 @@ def build_manifest(
     links: tuple[m.LinkFacts, ...] = (),
     container: m.ContainerFacts | None = None,
 ) -> m.Manifest:
-    """Put the manifest together. Reads the process tree from the images: the one that was frozen."""
+    """Put the manifest together. The tree and its rights are read from the images: as it was frozen."""
     uname = os.uname()
     with staging.artifact() as artifact, artifact.subdir("images") as images:
         unchecked = unchecked_paths(images)
+        if container is not None:
+            container = container.model_copy(update={"listening": bound_addresses(images)})
     mapped_files = tuple(
         entry.model_copy(update={"size_checked": False}) if entry.path in unchecked else entry
         for entry in seen.mapped_files

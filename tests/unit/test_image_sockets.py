@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hibernode.criu.image_sockets import FILES_MAGIC, tcp_connections
+from hibernode.criu.image_sockets import FILES_MAGIC, bound_addresses, tcp_connections
 from hibernode.errors import IntegrityError
 from tests.unit.test_images import image, number, varint
 
@@ -64,6 +64,40 @@ def test_listeners_and_other_protocols_are_left_out(tmp_path: Path) -> None:
     assert tcp_connections(directory) == []
 
 
+NONE = "0.0.0.0"
+UDP, PING, RAW = 17, 1, 255
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        pytest.param(entry("10.0.0.1", NONE, (80, 0)), ("10.0.0.1",), id="it listens"),
+        pytest.param(entry("10.0.0.1", "10.0.0.2"), (), id="a connection"),
+        pytest.param(entry("10.0.0.1", NONE, (53, 0), UDP), ("10.0.0.1",), id="bound UDP"),
+        pytest.param(entry("10.0.0.1", "10.0.0.2", (40000, 53), UDP), ("10.0.0.1",), id="connected UDP"),
+        pytest.param(entry("fd00::1", "::", (53, 0), UDP), ("fd00::1",), id="UDP of IPv6"),
+        pytest.param(entry("::ffff:10.0.0.1", "::", (53, 0), UDP), ("10.0.0.1",), id="a mapped address"),
+        pytest.param(entry("::ffff:10.0.0.1", "fd00::2", (53, 9), UDP), ("10.0.0.1",), id="two kinds"),
+        pytest.param(entry("10.0.0.1", NONE, (6, 0), RAW), ("10.0.0.1",), id="raw"),
+        pytest.param(entry("10.0.0.1", NONE, (9, 0), PING), (), id="ping, which CRIU does not bind"),
+        pytest.param(entry("10.0.0.1", NONE, (0, 0), UDP), (), id="no port, so not bound"),
+        pytest.param(entry(NONE, NONE, (53, 0), UDP), (), id="all of IPv4"),
+        pytest.param(entry("::", "::", (80, 0)), (), id="all of IPv6"),
+        pytest.param(entry("::ffff:0.0.0.0", "::", (53, 0), UDP), (), id="all of it, mapped"),
+        pytest.param(entry("127.8.8.8", NONE, (53, 0), UDP), (), id="loopback"),
+        pytest.param(entry("::1", "::", (80, 0)), (), id="loopback of IPv6"),
+        pytest.param(entry("1.2.7.127", NONE, (80, 0)), ("1.2.7.127",), id="no loopback"),
+        pytest.param(entry("239.1.2.3", NONE, (53, 0), UDP), (), id="multicast"),
+        pytest.param(entry("255.255.255.255", NONE, (53, 0), UDP), (), id="broadcast"),
+    ],
+)
+def test_addresses_that_criu_will_bind_are_named(
+    tmp_path: Path, found: bytes, named: tuple[str, ...]
+) -> None:
+    """Those that not every network namespace has, once each."""
+    assert bound_addresses(write(tmp_path, found, found)) == named
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -98,6 +132,7 @@ def test_any_bytes_give_connections_or_an_integrity_error(
     write(directory, good[:cut] + data + good[cut:])
     try:
         found = tcp_connections(directory)
+        bound_addresses(directory)
     except IntegrityError:
         return
     assert all(version in (4, 6) for version, *_ in found)

@@ -96,8 +96,7 @@ def look(container: Container, process: Process, checked: Preflight, settings: S
         ),
         skipped_mounts=plan.skipped,
         lower=target.lower_layers(plan.root),
-        listening=tuple(sorted(_addresses(checked, listening=True))),
-        connected=tuple(sorted(_addresses(checked, listening=False))),
+        connected=tuple(sorted(_connected(checked))),
         devices=tuple(sorted(target.devices(pid))),
     )
     freezer: Freezer | None = None
@@ -112,15 +111,15 @@ def look(container: Container, process: Process, checked: Preflight, settings: S
     return ContainerDump(container, plan, facts, root_of(pid), excluded, freezer, joined)
 
 
-def _addresses(checked: Preflight, *, listening: bool) -> set[str]:
-    """Name the addresses that sockets are bound to; those of connections only if they are kept."""
-    if not listening and checked.tcp != "established":
+def _connected(checked: Preflight) -> set[str]:
+    """Name the addresses of connections, if these are kept."""
+    if checked.tcp != "established":
         return set()
     ours = checked.facts.socket_inodes
     bound = {
         socket.local[0].removeprefix(MAPPED)
         for socket in checked.facts.tcp
-        if socket.inode in ours and (socket.state == "LISTEN") == listening
+        if socket.inode in ours and socket.state != "LISTEN"
     }
     return {address for address in bound - EVERYWHERE if not address.startswith(LOOPBACK)}
 

@@ -1,9 +1,11 @@
-"""The TCP connections in CRIU's images: whose packets are held back until both ends are there again."""
+"""The sockets in CRIU's images: connections, which are held back until both ends are there, and addresses."""
 
 from __future__ import annotations
 
 import ipaddress
 import struct
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,10 +27,30 @@ _FAMILY, _PROTOCOL, _LOCAL_PORT, _REMOTE_PORT, _LOCAL, _REMOTE = 3, 5, 7, 8, 11,
 """images/sk-inet.proto."""
 
 _TCP: Final = 6
+_PING: Final = frozenset({1, 58})
+"""IPPROTO_ICMP and IPPROTO_ICMPV6: sockets that CRIU does not bind."""
+
+_BROADCAST: Final = ipaddress.IPv4Address("255.255.255.255")
 _WORDS: Final = {2: 1, 10: 4}
 """How many numbers of 32 bits an address has, by family: AF_INET, AF_INET6."""
 
 MAX_PORT: Final = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class _Socket:
+    """An inet_sk_entry. Addresses are bytes, mapped ones of IPv4 in their own form; ports 0 for none."""
+
+    protocol: int
+    local: bytes
+    local_port: int
+    remote: bytes
+    remote_port: int
+
+    @property
+    def is_connection(self) -> bool:
+        """Whether it is an end of a TCP connection, or was one."""
+        return self.protocol == _TCP and bool(self.remote_port)
 
 
 def tcp_connections(images_dir: Dir | Path) -> list[Connection]:
@@ -36,15 +58,46 @@ def tcp_connections(images_dir: Dir | Path) -> list[Connection]:
 
     :raises IntegrityError: ``files.img`` is absent, no regular file, or damaged.
     """
+    found = _sockets(images_dir, lambda socket: socket.is_connection)
+    return [
+        (4 if len(end.local) == 4 else 6, end.local, end.local_port, end.remote, end.remote_port)  # noqa: PLR2004
+        for end in found
+    ]
+
+
+def bound_addresses(images_dir: Dir | Path) -> tuple[str, ...]:
+    """List the addresses that CRIU will bind sockets to and that not every network namespace has, in order.
+
+    Those are sockets that listen, and all of UDP that have a port, for connect(2) gives them an address too.
+
+    :raises IntegrityError: as :func:`tcp_connections`.
+    """
+    found = _sockets(images_dir, lambda socket: not socket.is_connection)
+    bound = {
+        ipaddress.ip_address(socket.local)
+        for socket in found
+        if socket.local_port and socket.protocol not in _PING
+    }
+    return tuple(
+        sorted(
+            str(address)
+            for address in bound
+            if not (address.is_unspecified or address.is_loopback or address.is_multicast)
+            and address != _BROADCAST
+        )
+    )
+
+
+def _sockets(images_dir: Dir | Path, wanted: Callable[[_Socket], bool]) -> list[_Socket]:
     with opened(images_dir) as directory, as_integrity(directory, _FILES):
         data = directory.read(_FILES, MAX_FILES_BYTES).data
         entries = (entry for record in records(data, FILES_MAGIC) for entry in fields(record))
-        sockets = (value for number, value in entries if number == _INET_SOCKET)
-        return [found for value in sockets if (found := _connection(value)) is not None]
+        sockets = (_socket(value) for number, value in entries if number == _INET_SOCKET)
+        return [socket for socket in sockets if wanted(socket)]
 
 
-def _connection(entry: int | memoryview) -> Connection | None:
-    """Read one inet_sk_entry; None if it is no connection of TCP."""
+def _socket(entry: int | memoryview) -> _Socket:
+    """Read one inet_sk_entry."""
     if isinstance(entry, int):
         raise OddError("holds a socket that is a number")
     single: dict[int, int] = {}
@@ -57,15 +110,14 @@ def _connection(entry: int | memoryview) -> Connection | None:
                 addresses[number].append(value)
             else:
                 single[number] = value
-    if single.get(_PROTOCOL) != _TCP or not single.get(_REMOTE_PORT):
-        return None
-    local_port, remote_port = single.get(_LOCAL_PORT, 0), single[_REMOTE_PORT]
+    local_port, remote_port = single.get(_LOCAL_PORT, 0), single.get(_REMOTE_PORT, 0)
     if max(local_port, remote_port) > MAX_PORT:
         raise OddError(f"holds a socket with the ports {local_port} and {remote_port}")
     local, remote = (_address(single.get(_FAMILY, 0), addresses[key]) for key in (_LOCAL, _REMOTE))
-    if len(local) != len(remote):
+    found = _Socket(single.get(_PROTOCOL, 0), local, local_port, remote, remote_port)
+    if found.is_connection and len(local) != len(remote):
         raise OddError("holds a socket with addresses of two kinds")
-    return 4 if len(local) == 4 else 6, local, local_port, remote, remote_port  # noqa: PLR2004
+    return found
 
 
 def _address(family: int, words: list[int]) -> bytes:
