@@ -394,6 +394,7 @@ class Restorer:
                 "uid": manifest.process.uids[1],
                 "gid": manifest.process.gids[1],
                 "groups": manifest.process.groups,
+                "capabilities": manifest.process.cap_eff & (-1 if target is None else target.cap_bnd),
             }
             if marker.startswith("/")
             else None,

@@ -8,7 +8,7 @@ import os
 import stat as st
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ from hibernode.compat import cpu_features
 from hibernode.config import Settings
 from hibernode.container.dump import ContainerDump, in_diff
 from hibernode.container.target import stat_in
+from hibernode.criu.image_rights import read_rights
 from hibernode.criu.image_sockets import bound_addresses
 from hibernode.criu.images import ImageTask, read_pstree
 from hibernode.criu.runner import Criu
@@ -192,6 +193,7 @@ def build_manifest(
     uname = os.uname()
     with staging.artifact() as artifact, artifact.subdir("images") as images:
         unchecked = unchecked_paths(images)
+        rights = m.RightsFacts(**asdict(read_rights(images)))
         if container is not None:
             container = container.model_copy(update={"listening": bound_addresses(images)})
     mapped_files = tuple(
@@ -211,6 +213,7 @@ def build_manifest(
         cpu_features=tuple(cpu_features()),
         criu=m.CriuFacts(version=criu.version, options=_options(argv, criu, staging.path)),
         process=seen.process,
+        rights=rights,
         tree=tuple(_task(task, seen.comms) for task in read_pstree(staging.images)),
         shell_job=checked.shell_job,
         tcp=checked.tcp,

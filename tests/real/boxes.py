@@ -57,6 +57,7 @@ class Recipe:
     new_pod: bool = True
     tty: bool = False
     linux: Mapping[str, Any] = field(default_factory=dict)
+    bounding: Sequence[str] = ()
 
 
 class Box(ABC):
@@ -198,12 +199,13 @@ class Runtime(ABC):
         hostname: str = "",
         tty: bool = False,
         linux: Mapping[str, Any] | None = None,
+        bounding: Sequence[str] = (),
     ) -> Box:
         """Start a container and return when its program runs.
 
         ``memory`` in bytes. ``new_pod=False`` puts a CRI container into the pod of the one before; the other
         runtimes have no pods. ``linux``: changes of that part of the ``config.json`` of runc and crun.
-        A runtime that refuses is an AssertionError with its words.
+        ``bounding``: capabilities that no process has and each may get by exec (runc, crun). A runtime that refuses is an AssertionError with its words.
         """
         name = name or f"box{len(self.boxes)}"
         recipe = Recipe(
@@ -220,6 +222,7 @@ class Runtime(ABC):
             new_pod,
             tty,
             dict(linux or {}),
+            bounding,
         )
         box = self._start(recipe)
         self.boxes.append(box)

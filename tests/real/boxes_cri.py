@@ -100,6 +100,7 @@ class CriRuntime(Runtime):
 
     def config(self, recipe: Recipe, pod: Pod, image: str) -> Message:
         """Describe the container as the kubelet would."""
+        assert not recipe.bounding, "CRI gives a capability in all sets"
         name, attempt = recipe.name, pod.attempts - 1
         termination = pod.folder / f"termination-{attempt}"
         termination.touch(mode=0o666)

@@ -148,6 +148,7 @@ class CtrRuntime(Runtime):
     def _start(self, recipe: Recipe) -> Box:
         assert recipe.uid == 0, "ctr run cannot choose the user (containerd 1.6)"
         assert not recipe.tty, "ctr run --detach has no terminal"
+        assert not recipe.bounding, "ctr run gives a capability in all sets"
         folder, id_ = self.kit.folder(recipe.name), self.kit.new_id()
         options: list[str | Path] = ["--detach", "--snapshotter", "overlayfs", "--pid-file", folder / "pid"]
         options += ["--runc-root", self.kit.base / "runc-ctr", "--log-uri", f"file://{folder / 'log'}"]

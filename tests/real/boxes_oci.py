@@ -55,7 +55,11 @@ class OciRuntime(Runtime):
             "user": {"uid": recipe.uid, "gid": recipe.uid},
             "args": list(recipe.argv),
             "env": [f"{name}={value}" for name, value in env.items()],
-            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), CAPABILITIES),
+            "capabilities": {
+                "bounding": [*CAPABILITIES, *recipe.bounding],
+                "effective": CAPABILITIES,
+                "permitted": CAPABILITIES,
+            },
         }
         config["root"] = {"path": str(root), "readonly": recipe.readonly_root}
         config["hostname"] = recipe.hostname

@@ -36,6 +36,7 @@ PROCESS = {
     "no_new_privs": False,
     "seccomp_mode": 0,
 }
+RIGHTS = {"uids": [0], "gids": [0], "capabilities": 0, "no_new_privs": False, "seccomp": False}
 
 
 def files_of(contents: Mapping[str, bytes]) -> list[dict[str, Any]]:
@@ -60,6 +61,7 @@ def fields(contents: Mapping[str, bytes] = FILES, **changes: Any) -> dict[str, A
         "cpu_features": ["avx2", "sse4_2"],
         "criu": {"version": "4.2.1", "options": ["dump", "--tcp-established"]},
         "process": PROCESS,
+        "rights": RIGHTS,
         "tree": [{"pid": 100, "ppid": 1, "pgid": 100, "sid": 100, "threads": [100, 101], "comm": "worker"}],
         "shell_job": False,
         "tcp": "close",

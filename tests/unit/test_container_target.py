@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from hibernode.artifact.manifest import Manifest
 from hibernode.compat import FileFacts, HostFacts
 from hibernode.container import target as targets
 from hibernode.discovery.containers import Container, ContainerRef
-from hibernode.host import linux
+from hibernode.host import linux, procfs
 from hibernode.host.procfs import Process
 from tests.unit.artifact_kit import PROCESS, manifest
 from tests.unit.box_kit import KINDS, box
@@ -85,10 +88,48 @@ def test_a_box_is_looked_at(tmp_path: Path) -> None:
     kinds = KINDS | linux.CLONE_NEWNET
     with box(tmp_path, DEVICES, kinds=kinds) as pid, Process.open(pid) as process:
         found = targets.look(Container(ContainerRef("x"), process.key, "box", 1, 2), process)
+        status = procfs.read_status(pid)
     assert (found.depth, found.ours, found.others, found.own_net) == (1, False, (), True)
+    assert found.uids == frozenset({0})
+    assert found.gids == frozenset({0, *status.groups})
+    assert (found.cap_prm, found.cap_bnd, found.capabilities) == (
+        status.cap_prm,
+        status.cap_bnd,
+        status.capabilities,
+    )
     assert found.addresses == frozenset()
     assert found.mounts.external == ()
     assert "/dev/null" in found.devices
+
+
+WITH = ["setpriv", "--reuid", "33", "--regid", "34", "--groups", "5,6", "--inh-caps=-all", "--bounding-set"]
+
+
+@contextlib.contextmanager
+def sleeping(*command: str) -> Iterator[int]:
+    """Start a program in the end of a chain of them; yields its pid when it is ``sleep``."""
+    with subprocess.Popen([*command, "sleep", "1000"]) as process:
+        try:
+            pid = process.pid
+            while procfs.read_stat(pid).comm != "sleep":
+                assert process.poll() is None
+                pid = next((stat.pid for stat in procfs.tree(process.pid) if stat.comm == "sleep"), pid)
+            yield pid
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_rights_are_those_of_all_who_see_its_pids() -> None:
+    """What was started in it from outside is not below its init, but can look into CRIU as well."""
+    with sleeping("unshare", "--pid", "--fork", *WITH, "-all,+kill") as pid, Process.open(pid) as process:
+        container = Container(ContainerRef("x"), process.key, "sleep", 1, 2)
+        assert targets.capabilities(container, pid) == 1 << 5
+        enter = ("nsenter", "--target", str(pid), "--pid")
+        with sleeping(*enter, *WITH, "-all,+sys_ptrace") as other:
+            assert other not in [stat.pid for stat in procfs.tree(pid)]
+            assert targets.capabilities(container, pid) == 1 << 5 | 1 << 19
+        assert targets.capabilities(container, pid) == 1 << 5
 
 
 def image_with(*points: str) -> Manifest:

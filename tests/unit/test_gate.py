@@ -26,6 +26,9 @@ from tests.unit.artifact_kit import FILES, PROCESS, manifest
 MIB = 1 << 20
 NEED = 1500 + CRIU_BYTES
 MAP = "0 0 4294967295"
+USUAL = 0xA80425FB
+"""The capabilities that docker and containerd give, and of all there are these:"""
+ALL, SETGID, SETUID, PTRACE = 0x1FFFFFFFFFF, 1 << 6, 1 << 7, 1 << 19
 PAGES = {**FILES, "images/pages-1.img": b"p" * 1000, "images/pages-2.img": b"p" * 500}
 
 
@@ -73,11 +76,23 @@ TARGET = Target(
     devices=frozenset({"/dev/null", "/dev/nvidia0", "/dev/more"}),
     own_net=True,
     addresses=frozenset({"127.0.0.1", "10.0.0.7"}),
-    cap_eff=0xA80425FB,
+    uids=frozenset({1000}),
+    gids=frozenset({1000, 2000}),
+    cap_prm=0,
+    cap_bnd=USUAL,
+    capabilities=USUAL,
     no_new_privs=True,
     seccomp_mode=2,
 )
-WORKER = {"cap_eff": 0xA80425FB, "no_new_privs": True, "seccomp_mode": 2}
+WORKER: dict[str, Any] = {
+    "uids": [1000] * 4,
+    "gids": [1000] * 4,
+    "groups": [1000, 2000],
+    "no_new_privs": True,
+}
+WORKER |= {"cap_eff": USUAL, "seccomp_mode": 2}
+RIGHTS: dict[str, Any] = {"uids": [1000], "gids": [1000, 2000], "capabilities": USUAL}
+RIGHTS |= {"no_new_privs": True, "seccomp": True}
 ROWS = [
     "restore.container",
     "restore.placeholder",
@@ -87,6 +102,7 @@ ROWS = [
     "restore.memory_limit",
     "restore.ids",
     "restore.privileges",
+    "restore.ptrace",
     "restore.network",
     "restore.listening",
     "restore.connections",
@@ -105,7 +121,9 @@ def findings(
     """Run the gate on a good pair with changes."""
     facts = dict(facts or {})
     process = {**PROCESS, **WORKER, **facts.pop("worker", {})}
-    image = manifest(PAGES, process=process, container={**FACTS, **facts})
+    rights = facts.pop("rights", {})
+    rights = None if rights is None else {**RIGHTS, **rights}
+    image = manifest(PAGES, process=process, rights=rights, container={**FACTS, **facts})
     found = container_findings(image, dataclasses.replace(TARGET, **(target or {})))
     found = strictly(found) if strict else found
     rows = {row.check: row for row in found}
@@ -182,17 +200,42 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str, str, str]] = [
     ("other user ids", {}, {"uid_map": "0 100000 65536"}, "ids", "fail", MAP, "0 100000 65536"),
     ("other group ids", {}, {"gid_map": "0 100000 65536"}, "ids", "fail", MAP, "gids 0 100000 65536"),
     ("the rights of the container", {}, {}, "privileges", "ok", "capabilities 0xa80425fb", "no more"),
-    ("fewer rights than the container", {"worker": {"cap_eff": 0x400}}, {"no_new_privs": False, "seccomp_mode": 0},
-     "privileges", "ok", "no_new_privs False, seccomp mode 0", "no more"),
-    ("all rights in a container that gives all", {"worker": {"cap_eff": 0x1FFFFFFFFFF, "no_new_privs": False, "seccomp_mode": 0}},
-     {"cap_eff": 0x1FFFFFFFFFF, "no_new_privs": False, "seccomp_mode": 0}, "privileges", "ok", "0x1ffffffffff", "no more"),
-    ("a capability more", {"worker": {"cap_eff": 0xA82425FB}}, {}, "privileges", "fail", "0xa80425fb",
+    ("fewer rights than the container", {"rights": {"capabilities": 0x400, "uids": [], "gids": [2000]}},
+     {"no_new_privs": False, "seccomp_mode": 0}, "privileges", "ok", "no_new_privs False, seccomp mode 0", "no more"),
+    ("all rights in a container that gives all", {"rights": {"capabilities": ALL, "no_new_privs": False, "seccomp": False, "uids": [0]}},
+     {"cap_bnd": ALL, "uids": frozenset({0}), "no_new_privs": False, "seccomp_mode": 0}, "privileges", "ok",
+     "0x1ffffffffff", "no more"),
+    ("a capability more", {"rights": {"capabilities": USUAL | 1 << 21}}, {}, "privileges", "fail", "0xa80425fb",
      "capabilities 0x200000"),
-    ("new privileges by exec", {"worker": {"no_new_privs": False}}, {}, "privileges", "fail", "no_new_privs True",
+    ("a capability more that the init has, but no program that it starts", {"rights": {"capabilities": USUAL | 1 << 21}},
+     {"cap_prm": 1 << 21}, "privileges", "fail", "0xa80425fb", "capabilities 0x200000"),
+    ("new privileges by exec", {"rights": {"no_new_privs": False}}, {}, "privileges", "fail", "no_new_privs True",
      "new privileges by exec"),
-    ("no filter", {"worker": {"seccomp_mode": 0}}, {}, "privileges", "fail", "seccomp mode 2", "no seccomp filter"),
-    ("all of it", {"worker": {"cap_eff": 0x1FFFFFFFFFF, "no_new_privs": False, "seccomp_mode": 0}}, {}, "privileges",
-     "fail", "seccomp mode 2", "capabilities 0x1ff57fbda04, new privileges by exec, no seccomp filter"),
+    ("no filter", {"rights": {"seccomp": False}}, {}, "privileges", "fail", "seccomp mode 2", "no seccomp filter"),
+    ("all of it", {"rights": {"capabilities": ALL, "no_new_privs": False, "seccomp": False, "uids": [0], "gids": [0]}}, {},
+     "privileges", "fail", "seccomp mode 2",
+     "capabilities 0x1ff57fbda04, user 0, group 0, new privileges by exec, no seccomp filter"),
+    ("a task of root", {"rights": {"uids": [0, 1000]}}, {"cap_prm": USUAL & ~SETUID}, "privileges", "fail", "no more than",
+     "the worker has user 0"),
+    ("a task of another user, where root may change its own", {"rights": {"uids": [0, 33]}},
+     {"uids": frozenset({0}), "cap_prm": SETUID}, "privileges", "ok", "no more than", "no more"),
+    ("a task of another group", {"rights": {"gids": [1000, 5]}}, {"cap_prm": USUAL & ~SETGID}, "privileges", "fail",
+     "no more than", "the worker has group 5"),
+    ("a task of another group, where root may change its own", {"rights": {"gids": [5]}}, {"cap_prm": SETGID},
+     "privileges", "ok", "no more than", "no more"),
+    ("an older checkpoint", {"rights": None}, {}, "privileges", "skip", "0xa80425fb", "were not noted"),
+    *(
+        (f"an older checkpoint: {name}", {"rights": None, "worker": worker}, {}, "privileges", "fail", "no more than", words)
+        for name, worker, words in (
+            ("a capability more", {"cap_eff": ALL}, "capabilities 0x1ff57fbda04"),
+            ("root", {"uids": [1000, 1000, 0, 1000]}, "user 0"),
+            ("a group of it", {"groups": [0]}, "group 0"),
+            ("the group itself", {"gids": [5] * 4}, "group 5"),
+            ("no filter", {"seccomp_mode": 0, "no_new_privs": False}, "new privileges by exec, no seccomp filter"),
+        )
+    ),
+    ("nobody in it can look into CRIU", {}, {}, "ptrace", "ok", "CAP_SYS_PTRACE", "none"),
+    ("somebody in it can look into CRIU", {}, {"capabilities": PTRACE}, "ptrace", "fail", "CAP_SYS_PTRACE", "one has it"),
     ("the node's network", {}, {"own_net": False}, "network", "fail", "of its own", "the node's"),
     ("a network of its own", {"net": 0}, {}, "network", "fail", "the node's", "of its own"),
     ("the node's network both times", {"net": 0}, {"own_net": False}, "network", "ok", "the node's", "the node's"),

@@ -54,7 +54,7 @@ def make_stat(pid: int = ROOT, **changes: Any) -> Stat:
 
 
 def make_status(**changes: Any) -> Status:
-    base = Status((0, 0, 0, 0), (0, 0, 0, 0), (), 0, False, 0, (ROOT,), 1 << 20, 0, 0, 0)
+    base = Status((0, 0, 0, 0), (0, 0, 0, 0), (), 0, False, 0, (ROOT,), 1 << 20, *[0] * 7)
     return replace(base, **changes)
 
 

@@ -56,6 +56,16 @@ def test_a_status_without_memory_lines_counts_as_zero():
     assert (status.seccomp_mode, status.cap_eff) == (0, 255)
 
 
+def test_all_capabilities_are_read():
+    """An old kernel has no ambient ones; what is effective is permitted."""
+    ids = b"Uid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\n"
+    text = ids + b"CapInh:\t01\nCapPrm:\t06\nCapEff:\t02\nCapBnd:\t10000000000\n"
+    status = procparse.parse_status(text)
+    assert (status.cap_inh, status.cap_prm, status.cap_eff, status.cap_bnd) == (1, 6, 2, 1 << 40)
+    assert (status.cap_amb, status.capabilities) == (0, 1 << 40 | 7)
+    assert procparse.parse_status(text + b"CapAmb:\t20\n").capabilities == 1 << 40 | 0x27
+
+
 def test_the_kernels_own_threads_are_told_apart():
     """A kernel thread is known by a bit of its flags."""
     kernel = procparse.parse_stat(b"2 (kthreadd) S 0 0 0 0 -1 2129984" + NUMBERS[NUMBERS.index(b" 9 10") :])

@@ -115,6 +115,20 @@ class ProcessFacts(_Part):
     seccomp_mode: Count
 
 
+class RightsFacts(_Part):
+    """What all threads of the tree have between them, as the images give it back.
+
+    ``uids`` and ``gids``: every kind of id, groups among them. ``capabilities``: a mask, all that a thread
+    has or a program that it starts may get. ``no_new_privs``, ``seccomp``: every thread has it, has a filter.
+    """
+
+    uids: Many[Count]
+    gids: Many[Count]
+    capabilities: Count
+    no_new_privs: bool
+    seccomp: bool
+
+
 class TaskFacts(_Part):
     """One process of the tree; ids as in the pid namespace of the dump, ``threads`` with the leader."""
 
@@ -211,9 +225,9 @@ class ContainerFacts(_Part):
     """The container that the tree was; empty texts where nobody said.
 
     ``name``: in its pod. ``net``: the inode of its network namespace if that is not the node's. ``lower``:
-    the rootfs's lower layers, where they were. ``memory_limit``: bytes, 0 for none. ``listening`` and
-    ``connected``: addresses, neither loopback nor wildcard, that listening sockets and kept connections are
-    bound to. ``devices``: paths of the device nodes below /dev.
+    the rootfs's lower layers, where they were. ``memory_limit``: bytes, 0 for none. ``connected`` and
+    ``listening``: addresses, neither loopback nor wildcard, that kept connections have, and that all other
+    sockets are bound to, those of UDP too. ``devices``: paths of the device nodes below /dev.
     """
 
     id: Text
@@ -259,7 +273,10 @@ class FileEntry(_Part):
 
 
 class Manifest(_Part):
-    """All about one artifact. ``phases``: seconds by step; ``total_bytes``: the sum of ``files``."""
+    """All about one artifact. ``phases``: seconds by step; ``total_bytes``: the sum of ``files``.
+
+    ``rights``: None in artifacts of a release that did not note them.
+    """
 
     api_version: Literal["hibernode.io/v1"] = API_VERSION
     id: Annotated[str, Field(pattern=f"^(?:{ID_PATTERN.pattern})$")]
@@ -272,6 +289,7 @@ class Manifest(_Part):
     cpu_features: Many[Text]
     criu: CriuFacts
     process: ProcessFacts
+    rights: RightsFacts | None = None
     tree: Annotated[tuple[TaskFacts, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     shell_job: bool
     tcp: Literal["established", "close"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hibernode.artifact.manifest import ContainerFacts, Manifest
+from hibernode.artifact.manifest import ContainerFacts, Manifest, ProcessFacts, RightsFacts
 from hibernode.compat import row
 from hibernode.container.target import Target, lower_layers
 from hibernode.preflight.rows import listed
@@ -16,6 +16,11 @@ WAITING: Final = frozenset({"sleep", "pause", "tail", "catatonit"})
 CRIU_BYTES: Final = 4 << 20
 TASK_BYTES: Final = 1 << 20
 """What a restore takes beyond the pages: with 2 MiB more a worker of 75 MiB was killed, with 4 it was not."""
+
+CAP_SETGID: Final = 1 << 6
+CAP_SETUID: Final = 1 << 7
+CAP_SYS_PTRACE: Final = 1 << 19
+"""linux/capability.h."""
 
 DRIVER_DEVICES: Final = "/dev/nvidia"
 """Which GPU is whose is decided by their UUIDs, not by the names of their devices."""
@@ -35,6 +40,7 @@ def container_findings(manifest: Manifest, target: Target | None) -> list[Findin
         _memory(manifest, facts, target),
         _ids(facts, target),
         _privileges(manifest, target),
+        _ptrace(target),
         _network(facts, target),
         _listening(facts, target),
         _connected(facts, target),
@@ -198,22 +204,60 @@ def _ids(facts: ContainerFacts, target: Target) -> Finding:
 
 
 def _privileges(manifest: Manifest, target: Target) -> Finding:
-    """See that the worker brings no right along that its new container does not give."""
-    worker = manifest.process
+    """See that no task of the tree brings a right along that its new container does not give."""
+    rights = manifest.rights or _of_root(manifest.process)
     more: list[str] = []
-    if extra := worker.cap_eff & ~target.cap_eff:
+    if extra := rights.capabilities & ~target.cap_bnd:
         more.append(f"capabilities {extra:#x}")
-    if target.no_new_privs and not worker.no_new_privs:
+    if not target.cap_prm & CAP_SETUID:
+        more += [f"user {uid}" for uid in rights.uids if uid not in target.uids]
+    if not target.cap_prm & CAP_SETGID:
+        more += [f"group {gid}" for gid in rights.gids if gid not in target.gids]
+    if target.no_new_privs and not rights.no_new_privs:
         more.append("new privileges by exec")
-    if target.seccomp_mode and not worker.seccomp_mode:
+    if target.seccomp_mode and not rights.seccomp:
         more.append("no seccomp filter")
+    expected = (
+        f"no more than the container: capabilities {target.cap_bnd:#x}, no_new_privs {target.no_new_privs}, "
+        f"seccomp mode {target.seccomp_mode}"
+    )
+    if manifest.rights is None and not more:
+        return row(
+            "restore.privileges",
+            Verdict.SKIP,
+            expected,
+            "no more of its root; those of its other tasks were not noted",
+            "take the checkpoint anew: this one was made by an older release",
+        )
     return row(
         "restore.privileges",
         Verdict.FAIL if more else Verdict.OK,
-        f"no more than the container: capabilities {target.cap_eff:#x}, no_new_privs {target.no_new_privs}, "
-        f"seccomp mode {target.seccomp_mode}",
+        expected,
         f"the worker has {listed(more)}" if more else "no more",
         "give the container the security context that the worker had, or take the checkpoint anew",
+    )
+
+
+def _of_root(process: ProcessFacts) -> RightsFacts:
+    """Take what an older manifest has: the tree's root, and what it could do at that moment."""
+    return RightsFacts(
+        uids=process.uids,
+        gids=(*process.gids, *process.groups),
+        capabilities=process.cap_eff,
+        no_new_privs=process.no_new_privs,
+        seccomp=bool(process.seccomp_mode),
+    )
+
+
+def _ptrace(target: Target) -> Finding:
+    """See that nobody in the container can look into CRIU, and through it at the node's files."""
+    can = target.capabilities & CAP_SYS_PTRACE
+    return row(
+        "restore.ptrace",
+        Verdict.FAIL if can else Verdict.OK,
+        "no task with CAP_SYS_PTRACE: CRIU is seen in there while it works, and the node's files through it",
+        "one has it, or can get it by exec" if can else "none",
+        "take SYS_PTRACE out of the container's capabilities, and the worker's; privileged ones have it too",
     )
 
 
@@ -236,7 +280,8 @@ def _listening(facts: ContainerFacts, target: Target) -> Finding:
         Verdict.FAIL if missing else Verdict.OK,
         listed(facts.listening) or "no address of the container's own",
         f"missing: {listed(missing)}" if missing else "all there",
-        "let the worker listen on 0.0.0.0 or [::]: a pod gets another address each time",
+        "let the worker bind to 0.0.0.0 or [::], and close connected UDP sockets before it is ready: a pod "
+        "gets another address each time",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import stat
@@ -15,7 +16,7 @@ from hibernode.artifact.manifest import Manifest
 from hibernode.compat import FileFacts, HostFacts
 from hibernode.container import mountplan
 from hibernode.container.mountplan import MountPlan
-from hibernode.discovery.containers import Container
+from hibernode.discovery.container_look import Container, pid_namespace, pids
 from hibernode.discovery.locate import stat_in_root
 from hibernode.host import cgroups, mounts, procfs
 from hibernode.host.addresses import addresses
@@ -39,6 +40,8 @@ class Target:
 
     ``ours``: its init is ``hibernode placeholder``. ``others``: pids of other processes in it.
     ``devices``: paths of device nodes below /dev. ``addresses``: what sockets in it can be bound to.
+    ``uids`` and ``gids``: those of its init, groups among them. ``cap_prm`` and ``cap_bnd``: its init's
+    capabilities, masks; ``capabilities``: all that any task in it has or can get.
     """
 
     container: Container
@@ -55,7 +58,11 @@ class Target:
     devices: frozenset[str]
     own_net: bool
     addresses: frozenset[str]
-    cap_eff: int
+    uids: frozenset[int]
+    gids: frozenset[int]
+    cap_prm: int
+    cap_bnd: int
+    capabilities: int
     no_new_privs: bool
     seccomp_mode: int
 
@@ -84,10 +91,29 @@ def look(container: Container, process: Process) -> Target:
         devices=frozenset(devices(pid)),
         own_net=own_net,
         addresses=addresses(pid),
-        cap_eff=status.cap_eff,
+        uids=frozenset(status.uids),
+        gids=frozenset((*status.gids, *status.groups)),
+        cap_prm=status.cap_prm,
+        cap_bnd=status.cap_bnd,
+        capabilities=capabilities(container, pid),
         no_new_privs=status.no_new_privs,
         seccomp_mode=status.seccomp_mode,
     )
+
+
+def capabilities(container: Container, pid: int) -> int:
+    """Unite what the tasks that see a container's pids have or can get.
+
+    Its init is one of them, but so is what was started in it from outside: ``kubectl exec``, a probe.
+    """
+    inside = {pid_namespace(pid), *(nested.pid_ns for nested in container.nested)}
+    found = 0
+    for each in pids():
+        with contextlib.suppress(OSError):  # it has ended
+            if pid_namespace(each) in inside:
+                for tid in procfs.threads(each):
+                    found |= procfs.read_status(each, tid).capabilities
+    return found
 
 
 def id_map(pid: int, kind: str) -> str:

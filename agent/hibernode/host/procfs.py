@@ -169,12 +169,12 @@ def read_stat(pid: int, tid: int | None = None) -> Stat:
     return parse_stat(_read(pid, "stat" if tid is None else f"task/{tid}/stat", MAX_STAT_BYTES))
 
 
-def read_status(pid: int) -> Status:
-    """Read the status of a process.
+def read_status(pid: int, tid: int | None = None) -> Status:
+    """Read the status of a process, or of its thread ``tid``.
 
     :raises ProcessLookupError: there is none.
     """
-    return parse_status(_read(pid, "status", MAX_STATUS_BYTES))
+    return parse_status(_read(pid, "status" if tid is None else f"task/{tid}/status", MAX_STATUS_BYTES))
 
 
 # what it was started with -------------------------------------------------------------------------------

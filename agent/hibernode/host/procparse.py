@@ -73,7 +73,8 @@ class Status:
     """/proc/PID/status. Ids are (real, effective, saved, file system); sizes are bytes, 0 without memory.
 
     ``ns_pids`` holds the pid in each pid namespace, from /proc's own one inwards. ``tracer_pid`` is 0
-    when nobody traces. ``seccomp_mode``: 0 off, 1 strict, 2 filter. ``cap_eff`` is a bit mask.
+    when nobody traces. ``seccomp_mode``: 0 off, 1 strict, 2 filter. The sets of capabilities are bit masks:
+    inheritable, permitted, effective, bounding, ambient.
     """
 
     uids: tuple[int, int, int, int]
@@ -86,7 +87,16 @@ class Status:
     vm_rss_bytes: int
     rss_shmem_bytes: int
     vm_swap_bytes: int
+    cap_inh: int
+    cap_prm: int
     cap_eff: int
+    cap_bnd: int
+    cap_amb: int
+
+    @property
+    def capabilities(self) -> int:
+        """All that it has or a program that it starts may get; the effective ones are permitted ones."""
+        return self.cap_inh | self.cap_prm | self.cap_bnd | self.cap_amb
 
 
 def parse_status(data: bytes) -> Status:
@@ -115,7 +125,11 @@ def parse_status(data: bytes) -> Status:
         vm_rss_bytes=number(b"VmRSS") * 1024,
         rss_shmem_bytes=number(b"RssShmem") * 1024,
         vm_swap_bytes=number(b"VmSwap") * 1024,
+        cap_inh=number(b"CapInh", 16),
+        cap_prm=number(b"CapPrm", 16),
         cap_eff=number(b"CapEff", 16),
+        cap_bnd=number(b"CapBnd", 16),
+        cap_amb=number(b"CapAmb", 16),
     )
 
 
