@@ -21,7 +21,6 @@ import json
 import os
 import select
 import signal
-import stat
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ if __name__ == "__main__":
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
 if TYPE_CHECKING:
     from hibernode.shim_container import Container
+    from hibernode.shim_marker import Marker
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -43,9 +43,6 @@ RESIDENCE_SAMPLES = 256
 LOG_NAME = "restore.log"
 OUTPUT_NAME = "criu.out"
 """In the restore's directory: CRIU's own log, and what it, or we in its place, have printed."""
-EXISTED, ODD = 3, 4
-"""Exit codes of the child that found the marker there already: a file of the worker's own, which is then not
-ours to remove, or something that is no marker."""
 
 
 def main() -> int:
@@ -82,13 +79,17 @@ class Shim:
         self.libc = libc
         self.root: int | None = None
         self.worker: dict[str, int] = {}
-        self.marker_written = False
         self.not_held_back = ""
         self.container: Container | None = None
         if spec.get("container"):
             from hibernode.shim_container import Container  # noqa: PLC0415 - half of the restores need none
 
             self.container = Container(spec["container"], os.getcwd())  # noqa: PTH109
+        self.marker: Marker | None = None
+        if spec["marker"]:
+            from hibernode.shim_marker import Marker  # noqa: PLC0415 - some workers have none
+
+            self.marker = Marker(spec["marker"], self.container.enter_files if self.container else None)
 
     def run(self) -> int:
         """Restore, answer on standard output, wait for the end."""
@@ -155,53 +156,16 @@ class Shim:
     # the marker ---------------------------------------------------------------------------------------
 
     def write_marker(self) -> None:
-        """Write the restore marker before the worker runs, with the worker's own rights.
-
-        The path comes from the worker's environment. A process with the worker's user and groups and no
-        capabilities writes it, so it can reach nothing that the worker could not have written itself.
-        """
-        marker = self.spec.get("marker")
-        if marker:
-            code = self.as_worker(marker, write=True)
-            if code == ODD:
-                # A link or a pipe would not be a marker: it goes, as the worker could make it go.
-                self.as_worker(marker, write=False)
-                code = self.as_worker(marker, write=True)
-            self.marker_written = code == 0
-            if code not in (0, EXISTED):
-                raise MarkerError(f"the worker's user cannot write the restore marker {marker['path']!r}")
+        """Write the restore marker before the worker runs, with the worker's own rights."""
+        if self.marker and not self.marker.write():
+            raise MarkerError(
+                f"the worker's user cannot write the restore marker {self.spec['marker']['path']!r}"
+            )
 
     def remove_marker(self) -> None:
         """Take the marker away again after a failed restore."""
-        if self.marker_written:
-            self.as_worker(self.spec["marker"], write=False)
-
-    def as_worker(self, marker: dict[str, Any], *, write: bool) -> int:
-        """Write or remove the marker in a child that has become the worker's user; its exit code."""
-        child = os.fork()
-        if child == 0:
-            try:
-                if self.container:
-                    self.container.enter_files()
-                os.setgroups(marker["groups"])
-                os.setresgid(*[marker["gid"]] * 3)
-                os.setresuid(*[marker["uid"]] * 3)
-                os.umask(0o022)
-                path = marker["path"]
-                if write:
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                    fd = os.open(path, flags, 0o644)
-                    os.write(fd, b"restored\n")
-                else:
-                    os.unlink(path)  # noqa: PTH108
-            except FileExistsError:
-                found = os.lstat(marker["path"])
-                ours = stat.S_ISREG(found.st_mode) and found.st_uid == marker["uid"]
-                os._exit(EXISTED if ours else ODD)
-            except BaseException:  # noqa: BLE001 - this child must never go on as a second shim
-                os._exit(1)
-            os._exit(0)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if self.marker:
+            self.marker.remove()
 
     # CRIU ---------------------------------------------------------------------------------------------
 
@@ -328,7 +292,10 @@ class Shim:
         """Hand a signal on to the worker."""
         if self.root is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.root, number)
+                if self.container:
+                    self.container.signal(number)
+                else:
+                    os.kill(self.root, number)
 
     def wait(self) -> int:
         """Reap until nothing is left; the root's end is written down when it happens."""

@@ -191,6 +191,11 @@ class Container:
             self.code = code if code >= 0 else SIGNALED - code
         return status
 
+    def signal(self, number: int) -> None:
+        """Send the worker a signal; it is reaped by somebody else, so its pid may be another's by now."""
+        if self.rootfd is not None:
+            linux.pidfd_send_signal(self.rootfd, number)
+
     def finish(self) -> None:
         """End a foreign init with the worker's exit code; never with 0 where that is not known."""
         if not self.ours:

@@ -205,7 +205,8 @@ class Runtime(ABC):
 
         ``memory`` in bytes. ``new_pod=False`` puts a CRI container into the pod of the one before; the other
         runtimes have no pods. ``linux``: changes of that part of the ``config.json`` of runc and crun.
-        ``bounding``: capabilities that no process has and each may get by exec (runc, crun). A runtime that refuses is an AssertionError with its words.
+        ``bounding``: capabilities that no process has and each may get by exec (runc, crun).
+        A runtime that refuses is an AssertionError with its words.
         """
         name = name or f"box{len(self.boxes)}"
         recipe = Recipe(

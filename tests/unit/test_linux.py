@@ -226,6 +226,52 @@ def test_stat_cached_of_an_absent_path_is_an_error():
         linux.stat_cached("/absent")
 
 
+CAPABILITIES = """
+import os, sys
+from hibernode.host import linux, procfs
+user, mask = int(sys.argv[1]), int(sys.argv[2])
+os.setresuid(user, user, user)
+linux.set_capabilities(mask)
+status = procfs.read_status(os.getpid())
+print(status.cap_eff, status.cap_prm, status.cap_inh, status.cap_amb)
+"""
+
+
+@pytest.mark.parametrize(
+    ("user", "mask", "kept"),
+    [(0, 0, 0), (0, 1 << 1 | 1 << 34, 1 << 1 | 1 << 34), (0, 1 << 62, 0), (65534, (1 << 62) - 1, 0)],
+    ids=["none", "two of them", "one that there is not", "of a user that has none"],
+)
+def test_capabilities_are_only_taken_away(user, mask, kept):
+    """What is asked for and was there stays, in both halves; nothing is gained, nothing is handed on."""
+    done = subprocess.run(
+        [sys.executable, "-c", CAPABILITIES, str(user), str(mask)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == [str(kept), str(kept), "0", "0"]
+
+
+def test_an_undumpable_process_hides_its_links():
+    """Another process of the same user without capabilities may not follow them."""
+    code = (
+        "import os, sys; from hibernode.host import linux\n"
+        "parent = os.getpid()\n"
+        "linux.set_capabilities(0)\n"
+        "if sys.argv[1] == 'hide': linux.set_undumpable()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    linux._prctl('', linux.PR_SET_DUMPABLE, 1)\n"
+        "    try: os.readlink(f'/proc/{parent}/root'); os._exit(0)\n"
+        "    except PermissionError: os._exit(1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    for word, code_ in (("show", 0), ("hide", 1)):
+        assert subprocess.run([sys.executable, "-c", code, word], check=False, timeout=60).returncode == code_
+
+
 def test_no_new_privs_shows_in_the_status():
     """The bit is set in the process that asked."""
     code = (

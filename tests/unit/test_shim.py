@@ -114,7 +114,7 @@ class Restore:
 
     def marker(self, path: Path) -> dict[str, Any]:
         """Ask for a marker that an unprivileged worker would write."""
-        return {"path": str(path), "uid": NOBODY, "gid": NOBODY, "groups": []}
+        return {"path": str(path), "uid": NOBODY, "gid": NOBODY, "groups": [], "capabilities": 0}
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -366,6 +366,65 @@ def test_a_marker_that_was_there_stays_after_a_failure(restore: Restore) -> None
     os.chown(path, NOBODY, NOBODY)
     assert restore.run("sys.exit(5)", marker=restore.marker(path))["returncode"] == 5
     assert path.read_text() == "older"
+
+
+CAP_DAC_OVERRIDE = 1 << 1
+
+
+@pytest.mark.parametrize(("capabilities", "may"), [(0, False), (CAP_DAC_OVERRIDE, True)])
+@pytest.mark.parametrize("odd", [False, True], ids=["nothing there", "a link there"])
+def test_root_s_marker_is_written_with_the_worker_s_capabilities(
+    restore: Restore, capabilities: int, may: bool, odd: bool
+) -> None:
+    """Root of a container without CAP_DAC_OVERRIDE may not write, or remove, where it is not the owner."""
+    os.chown(restore.closed, NOBODY, NOBODY)
+    path = restore.closed / "restored"
+    if odd:
+        path.symlink_to("elsewhere")
+    marker = {**restore.marker(path), "uid": 0, "gid": 0, "capabilities": capabilities}
+    answer = restore.run(f"sys.exit(5 if os.path.isfile({str(path)!r}) else 6)", marker=marker)
+    assert answer["returncode"] == (5 if may else None)
+    assert ("cannot write the restore marker" in answer["error"]) is not may
+    assert [entry.name for entry in restore.closed.iterdir()] == (["restored"] if odd and not may else [])
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["nothing there", "a link there"])
+@pytest.mark.parametrize("way", ["root", "cwd", "a link"])
+def test_a_marker_behind_a_link_of_proc_is_refused(restore: Restore, way: str, odd: bool) -> None:
+    """In a container that sees the node's /proc it would lead out of it; not even root's is written there."""
+    target = restore.open_to_all / "restored"
+    if odd:
+        target.symlink_to("elsewhere")
+    link = restore.path.parent / "link"
+    link.symlink_to(f"/proc/{os.getpid()}/root{restore.open_to_all}")
+    inside = {
+        "root": f"/proc/{os.getpid()}/root{target}",
+        "cwd": f"/proc/{os.getpid()}/cwd/{os.path.relpath(target)}",
+        "a link": f"{link}/restored",
+    }[way]
+    assert os.path.lexists(inside) is odd
+    marker = {**restore.marker(Path()), "path": inside, "uid": 0, "gid": 0, "capabilities": (1 << 41) - 1}
+    answer = restore.run("note('started')", marker=marker)
+    assert "cannot write the restore marker" in answer["error"]
+    assert not (restore.path / "started").exists()
+    assert [entry.is_symlink() for entry in restore.open_to_all.iterdir()] == ([True] if odd else [])
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_a_marker_without_a_name_is_refused(restore: Restore, name: str) -> None:
+    """A directory is no marker, and nobody's to remove."""
+    marker = restore.marker(restore.open_to_all)
+    marker["path"] += f"/{name}"
+    assert "cannot write the restore marker" in restore.run("pass", marker=marker)["error"]
+    assert restore.open_to_all.is_dir()
+
+
+def test_an_ordinary_link_leads_to_the_marker(restore: Restore) -> None:
+    """Such as /var/run to /run."""
+    link = restore.path.parent / "link"
+    link.symlink_to("open")
+    script = f"sys.exit(5 if os.path.exists({str(restore.open_to_all / 'restored')!r}) else 6)"
+    assert restore.run(script, marker=restore.marker(link / "restored"))["returncode"] == 5
 
 
 # what CRIU is given ---------------------------------------------------------------------------------------

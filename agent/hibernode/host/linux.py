@@ -25,7 +25,11 @@ RENAME_NOREPLACE: Final = 1
 RENAME_EXCHANGE: Final = 2
 
 # linux/prctl.h
+PR_SET_DUMPABLE: Final = 4
 PR_SET_NO_NEW_PRIVS: Final = 38
+
+# linux/capability.h
+CAPABILITY_VERSION_3: Final = 0x20080522
 
 # linux/sched.h: root and working directory, and the kinds of namespaces that setns(2) takes
 CLONE_FS: Final = 0x00000200
@@ -117,6 +121,22 @@ class _Statx(ctypes.Structure):
     )
 
 
+class _CapHeader(ctypes.Structure):
+    """``struct __user_cap_header_struct`` of linux/capability.h; pid 0 is the calling thread."""
+
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapData(ctypes.Structure):
+    """``struct __user_cap_data_struct`` of linux/capability.h: 32 of the capabilities."""
+
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
 def _error(call: str, path: str | bytes | int | None = None, *, since: str = "5.6") -> OSError:
     """Turn the thread's errno into an OSError of the fitting class."""
     number = ctypes.get_errno()
@@ -191,6 +211,31 @@ def _prctl(call: str, option: int, argument: int) -> None:
 def set_no_new_privs() -> None:
     """Give up, for good and for all descendants, what exec of a set-user-ID program would grant."""
     _prctl("prctl(PR_SET_NO_NEW_PRIVS)", PR_SET_NO_NEW_PRIVS, 1)
+
+
+def set_undumpable() -> None:
+    """Let nobody trace this process, or look into it through /proc, who has no CAP_SYS_PTRACE.
+
+    A change of the user undoes it, and does the same unless fs.suid_dumpable says otherwise.
+    """
+    _prctl("prctl(PR_SET_DUMPABLE)", PR_SET_DUMPABLE, 0)
+
+
+def set_capabilities(mask: int) -> None:
+    """Keep of this thread's capabilities those in ``mask``, none of them to be inherited.
+
+    Nothing is gained: what the thread has not got already is not asked for. The bounding set stays, for it
+    counts in exec(2) only.
+    """
+    header, data = _CapHeader(CAPABILITY_VERSION_3, 0), (_CapData * 2)()
+    if _libc.capget(ctypes.byref(header), data) != 0:
+        raise _error("capget")
+    for half, word in zip(data, (mask & 0xFFFFFFFF, mask >> 32), strict=True):
+        half.permitted &= word
+        half.effective = half.permitted
+        half.inheritable = 0
+    if _libc.capset(ctypes.byref(header), data) != 0:
+        raise _error("capset")
 
 
 def setns(fd: int, nstype: int = 0) -> None:
