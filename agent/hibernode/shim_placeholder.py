@@ -222,9 +222,22 @@ def _seize(pid: int, pidfd: int) -> int:
         except OSError as error:
             failure = error
             continue
-        _pidfd_signal(pidfd, 0)  # not reaped, so that the pid is still its
+        _check_thread(pid, tid, pidfd)
         return tid
     raise failure
+
+
+def _check_thread(pid: int, tid: int, pidfd: int) -> None:
+    """See that ``tid``, which is traced, is of the process behind ``pidfd``, not a later task of that id.
+
+    From now on it keeps its id, for its tracer has to reap it. Whoever else it is, he is let go with our
+    thread, and unharmed: nothing has stopped him yet.
+
+    :raises _CannotError, ProcessLookupError: it is another's.
+    """
+    if not os.path.lexists(f"/proc/{pid}/task/{tid}"):
+        raise _CannotError(f"its thread {tid} ended, and the number is another's")
+    _pidfd_signal(pidfd, 0)  # not reaped, so that the pid is still its
 
 
 def _next_stop(tid: int, deadline: float) -> int:

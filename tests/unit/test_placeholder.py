@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from hibernode import shim_placeholder
 from hibernode.errors import NotFoundError, RefusedError
-from hibernode.host import linux
+from hibernode.host import linux, procfs
 from hibernode.placeholder import INSTALLED_NAME, find_placeholder, install_placeholder
 from hibernode.shim_placeholder import ADOPT_SIGNAL, end_with, exit_status, recognise, tell
 from tests.unit.cli_kit import HIBERNODE, Machine, machine
@@ -233,3 +234,36 @@ def test_a_process_that_is_gone_is_an_error_or_unknown():
         assert exit_status(os.getpid(), pidfd) in (0, None)  # not this one's; the pidfd may remember
     finally:
         os.close(pidfd)
+
+
+def test_a_thread_that_is_another_process_s_is_let_go():
+    """Its number was given out again before it was traced: the other process goes on, untraced."""
+    with (
+        subprocess.Popen(["sleep", "1000"]) as init,
+        subprocess.Popen(["sleep", "1000"]) as other,
+    ):
+        pidfd = linux.pidfd_open(init.pid)
+        try:
+            said: list[str] = []
+
+            def trace() -> None:
+                shim_placeholder._ptrace(shim_placeholder.PTRACE_SEIZE, other.pid)
+                try:
+                    shim_placeholder._check_thread(init.pid, other.pid, pidfd)
+                except shim_placeholder._CannotError as error:
+                    said.append(str(error))
+                shim_placeholder._ptrace(shim_placeholder.PTRACE_SEIZE, init.pid)
+                shim_placeholder._check_thread(init.pid, init.pid, pidfd)
+                said.append("its own")
+
+            tracer = threading.Thread(target=trace)
+            tracer.start()
+            tracer.join()
+            assert said == [f"its thread {other.pid} ended, and the number is another's", "its own"]
+            while procfs.read_status(other.pid).tracer_pid:  # its end, a moment after its last word
+                assert other.poll() is None
+            assert other.poll() is None
+        finally:
+            os.close(pidfd)
+            init.kill()
+            other.kill()
