@@ -18,7 +18,7 @@ def run_command(context: Context) -> None:
 
     from hibernode.daemon import Agent
     from hibernode.host.cgroups import see_whole
-    from hibernode.host.linux import limit_malloc
+    from hibernode.host.malloc import limit_malloc
     from hibernode.logs import configure
 
     settings = context.load().settings
