@@ -255,6 +255,38 @@ class ServerSettings(_Section):
     )
 
 
+class MetadataSettings(_Section):
+    """The metadata service for the workers of this node."""
+
+    enabled: bool = Field(False, description="serve NIXL metadata to the workers of this node")
+    backend: Literal["sqlite", "kubernetes"] = Field(
+        "sqlite", description="where records are kept: on this node, or as objects in the cluster"
+    )
+    namespace: str = Field("", description="of the records in the cluster; empty: the agent's own")
+    kubeconfig: Annotated[str, BeforeValidator(_absolute_or_empty)] = Field(
+        "", description="absolute path of a kubeconfig file; empty: the agent's service account"
+    )
+    socket: AbsolutePath = Field(
+        Path("/run/hibernode/metadata/mx.sock"), description="gRPC for workers, known by their pod"
+    )
+    listen: str = Field(
+        "127.0.0.1:8001", pattern=r"^([\w.:\[\]-]*:\d{1,5})?$", description="gRPC address:port; empty: none"
+    )
+    tokens: bool = Field(False, description="TCP callers bring a bearer token, checked by TokenReview")
+    audiences: Words = Field((), description="what tokens must be for; empty: the API server")
+    accounts: Words = Field((), description="user names that tokens may be of; empty: all of the cluster")
+    locality: bool = Field(True, description="workers of this node come alone in lists, where there are any")
+    heartbeat_seconds: Seconds = Field(90.0, gt=0, description="a record unheard of for longer is not listed")
+    confirm_seconds: Seconds = Field(2.0, gt=0, description="for a worker to confirm its record")
+    confirm_keep_seconds: Seconds = Field(2.0, description="how long a worker's confirmation holds")
+    request_seconds: Seconds = Field(10.0, gt=0, description="for one request")
+    requests: Count = Field(256, ge=4, le=4096, description="requests in work; a quarter for one pod")
+    watches: Count = Field(256, ge=4, le=4096, description="open watches; a quarter for one pod")
+    connections: Count = Field(512, ge=8, le=8192, description="open connections; an eighth for one pod")
+    max_message_bytes: Bytes = Field(32 << 20, ge=1 << 20, le=100 << 20, description="largest request")
+    cache_bytes: Bytes = Field(256 << 20, description="encoded answers kept in memory")
+
+
 class LogSettings(_Section):
     """What the agent prints."""
 
@@ -280,6 +312,7 @@ class Settings(_Section):
     gpu: GpuSettings = GpuSettings()
     gc: GcSettings = GcSettings()
     server: ServerSettings = ServerSettings()
+    metadata: MetadataSettings = MetadataSettings()
     log: LogSettings = LogSettings()
 
     @property

@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hibernode import __version__, recover, restored
 from hibernode.apart import stuck
@@ -45,6 +45,9 @@ from hibernode.restored import Phase, Restored
 from hibernode.server import Server
 from hibernode.state import StateDir
 from hibernode.workload import CheckpointId
+
+if TYPE_CHECKING:
+    from hibernode.metadata.part import MetadataPart
 
 log = logging.getLogger("hibernode.daemon")
 
@@ -94,6 +97,11 @@ class Agent:
         self.event_log = EventLog(settings.state_dir)
         self.metrics = Metrics()
         self.health = Health()
+        self.metadata: MetadataPart | None = None
+        if settings.metadata.enabled:
+            from hibernode.metadata.part import MetadataPart  # noqa: PLC0415 - protobuf and gRPC come with it
+
+            self.metadata = MetadataPart(settings, self.metrics.registry)
         self.queue = Jobs(settings.checkpoint.concurrency, settings.checkpoint.queue_limit)
         self.watcher = DirectoryWatcher(settings.signals.path, settings.signals, self._changed)
         enter = self.queue.enter
@@ -137,7 +145,7 @@ class Agent:
         try:
             await asyncio.to_thread(self._prepare)
             await self.watcher.start()
-            for name, work in (
+            parts = [
                 ("requests", self._pump),
                 ("own ready files", self._own_ready_files),
                 ("restored workers", self._watch_restored),
@@ -145,7 +153,11 @@ class Agent:
                 ("gc", self._gc_by_time),
                 ("recovery", self._recover_by_time),
                 ("GPUs", self.gpus.run),
-            ):
+            ]
+            if self.metadata is not None:
+                await self.metadata.start()
+                parts.append(("metadata", self.metadata.run))
+            for name, work in parts:
                 tasks.append(asyncio.create_task(self._guarded(name, work), name=name))
             settings = self.settings
             log.info("hibernode %s on node %s", __version__, settings.node)
@@ -159,6 +171,8 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.gpus.close()
+            if self.metadata is not None:
+                await self.metadata.stop()
             await self.watcher.stop()
             await self.queue.close()
             await server.stop()
@@ -328,6 +342,7 @@ class Agent:
             ],
             "stuck": [dataclasses.asdict(entry) for entry in stuck()],
             "gpu": summary(self.gpus.snapshot),
+            "metadata": None if self.metadata is None else self.metadata.status(),
             "lastFailure": self.requests.last_failure,
         }
 
@@ -395,6 +410,9 @@ class Agent:
         for check in health_checks(lambda: self.gpus.snapshot):
             self.health.add(check)
         self.metrics.add_collector("gpu", lambda: gpu_metrics(self.gpus.snapshot))
+        if self.metadata is not None:
+            self.health.add(Check("metadata", self.metadata.check, required=False))
+            self.metrics.add_collector("metadata", self.metadata.reading)
         self.metrics.add_collector("jobs", self._read_jobs)
         self.metrics.add_collector("watch", self._read_watch)
         self.metrics.add_collector(

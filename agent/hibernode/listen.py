@@ -29,7 +29,7 @@ def peer(sock: socket.socket | TransportSocket) -> tuple[int, int]:
     return pid, uid
 
 
-async def tcp_sockets(listen: str) -> list[socket.socket]:
+async def tcp_sockets(listen: str, setting: str = "server.listen") -> list[socket.socket]:
     """Bind every address that ``host:port`` stands for; an empty host is all of them.
 
     :raises StorageError: one of them cannot be had.
@@ -55,18 +55,18 @@ async def tcp_sockets(listen: str) -> list[socket.socket]:
     except (OSError, OverflowError, UnicodeError) as error:
         for sock in bound:
             sock.close()
-        raise _not_listening(listen, error) from error
+        raise _not_listening(listen, setting, error) from error
     if not bound:
-        raise _not_listening(listen, OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT)))
+        raise _not_listening(listen, setting, OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT)))
     return bound
 
 
-def _not_listening(listen: str, error: Exception) -> StorageError:
+def _not_listening(listen: str, setting: str, error: Exception) -> StorageError:
     used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
     why = "is in use by another program" if used else f"cannot be listened on: {error}"
     return StorageError(
-        f"server.listen: {listen} {why}",
-        remedy="set server.listen to an address of this machine and a free port, such as 127.0.0.1:9465",
+        f"{setting}: {listen} {why}",
+        remedy=f"set {setting} to an address of this machine and a free port, such as 127.0.0.1:9465",
         reason="AddressInUse" if used else "ListenFailed",
     )
 
@@ -76,15 +76,22 @@ class SocketLock:
 
     ``<socket>.lock`` is locked for as long as the agent lives, whatever ends it, so a socket that is
     found while the lock is free belongs to a dead agent.
+
+    :param setting: the key that names the path, for sentences.
+    :param mode: of the socket: who may connect.
+    :param directory_mode: of its directory where that has to be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, setting: str = "server.socket", *, mode: int = 0o600, directory_mode: int = 0o750
+    ) -> None:
         self.path = path
+        self._setting, self._mode, self._directory_mode = setting, mode, directory_mode
         self._lock = -1
         self._inode: tuple[int, int] | None = None
 
     def listen(self) -> socket.socket:
-        """Take the path and listen on it: mode 0600, in a directory that only root can write to.
+        """Take the path and listen on it, in a directory that only root can write to.
 
         :raises BusyError: another agent is running.
         :raises StorageError: the directory or what stands there is not fit.
@@ -96,8 +103,8 @@ class SocketLock:
             return self._bind()
         except OSError as error:
             raise StorageError(
-                f"server.socket: {self.path}: {error.strerror or error}",
-                remedy="set server.socket to a path of at most 107 bytes below a directory of root's",
+                f"{self._setting}: {self.path}: {error.strerror or error}",
+                remedy=f"set {self._setting} to a path of at most 107 bytes below a directory of root's",
             ) from error
 
     def release(self) -> None:
@@ -116,13 +123,13 @@ class SocketLock:
         directory = self.path.parent
         directory.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            directory.mkdir(mode=0o750)
-            directory.chmod(0o750)
+            directory.mkdir(mode=self._directory_mode)
+            directory.chmod(self._directory_mode)
         status = directory.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise StorageError(
-                f"server.socket: {directory} can be written to by others than the agent's user",
-                remedy=f"chown root {directory} && chmod 0750 {directory}, or set server.socket elsewhere",
+                f"{self._setting}: {directory} can be written to by others than the agent's user",
+                remedy=f"chown root {directory} && chmod 0750 {directory}, or set {self._setting} elsewhere",
                 reason="SocketDirectoryUnsafe",
             )
 
@@ -141,8 +148,8 @@ class SocketLock:
             return
         if not stat.S_ISSOCK(mode):
             raise StorageError(
-                f"server.socket: {self.path} is there and is not a socket",
-                remedy="remove it, or set server.socket to another path",
+                f"{self._setting}: {self.path} is there and is not a socket",
+                remedy=f"remove it, or set {self._setting} to another path",
                 reason="NotASocket",
             )
         if self._listener():
@@ -152,10 +159,14 @@ class SocketLock:
     def _bind(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.fchmod(sock.fileno(), 0o600)  # the file that bind() makes takes the socket's mode
+            os.fchmod(
+                sock.fileno(), self._mode
+            )  # the file that bind() makes takes the socket's mode, less umask
             sock.bind(str(self.path))
             status = self.path.lstat()
             self._inode = (status.st_dev, status.st_ino)
+            if stat.S_IMODE(status.st_mode) != self._mode:
+                self.path.chmod(self._mode)  # the umask took some; nobody else can write to the directory
             sock.listen(BACKLOG)
         except BaseException:
             sock.close()
@@ -179,7 +190,7 @@ class SocketLock:
         who = f" (pid {pid})" if pid > 0 else ""
         return BusyError(
             f"another agent is running{who}: it holds {self.path}",
-            remedy="stop it first, or give this one its own server.socket, store and signal directory",
+            remedy=f"stop it first, or give this one its own {self._setting}, store and signal directory",
             reason="AgentRunning",
             pid=pid,
         )

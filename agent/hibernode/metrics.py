@@ -65,6 +65,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "hibernode_store_artifacts": Family("Artifacts in the store.", "state"),
     "hibernode_store_free_bytes": Family("Bytes free on the file system of the store."),
     "hibernode_restored_workers": Family("Restored workers that run."),
+    "hibernode_metadata_records": Family("Records of the metadata service.", "status"),
+    "hibernode_metadata_unreadable_records": Family("Objects that no record can be made of."),
+    "hibernode_metadata_list_age_seconds": Family(
+        "Since the list of records was last known to be the truth."
+    ),
+    "hibernode_metadata_cache_bytes": Family("Bytes of records and answers kept in memory.", "cache"),
+    "hibernode_metadata_connections": Family("Open connections of workers."),
+    "hibernode_metadata_refused_connections_total": Family("Connections closed at the door.", "reason"),
+    "hibernode_metadata_blobs_total": Family("Blobs of local workers, by how they were come by.", "result"),
+    "hibernode_metadata_backend_retries_total": Family("Calls of the backend that were made again."),
 }
 
 Reading = Mapping[str, float | Mapping[str, float]]

@@ -1,0 +1,208 @@
+"""Blobs of local workers, fetched from the workers themselves.
+
+A stock client loads a blob that comes with an empty worker endpoint without asking the worker, and a wrong
+one can end its process. So an answer has that form only when the worker has just confirmed, at the endpoints
+of its record, that it is the one: its manifest echoes the ids, and its NIXL listener gives a blob with its
+agent's name. Everything else is answered as it was published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from hibernode.errors import HibernodeError, RefusedError
+from hibernode.metadata.gate import check_worker
+from hibernode.metadata.locality import Node, reachable, split_endpoint
+from hibernode.metadata.nixl_blob import read_header, require_agent
+from hibernode.metadata.nixl_wire import fetch_blob
+from hibernode.metadata.records import BackendPayload, BackendType, SourceInstance, SourceRecord, WorkerRecord
+from hibernode.metadata.shelf import ContentKey, content_key
+from hibernode.metadata.wire import P2P, found_parts, tensors_of
+
+log = logging.getLogger("hibernode.metadata")
+
+MAX_MANIFEST: Final = 16 << 20
+"""Bytes of a worker's manifest; some 100 a tensor."""
+
+ASKING: Final = 8
+"""Workers that are asked at one time."""
+
+SUSPECT_SECONDS: Final = 10.0
+"""How long a worker that did not answer is no reason to hide others."""
+
+MAX_SUSPECTS: Final = 4096
+ENTRY_BYTES: Final = 1024
+"""Of an entry beside its encoded answer."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An encoded answer; ``digest`` is the blob's, or empty; ``at`` (monotonic seconds) when confirmed."""
+
+    encoded: bytes
+    digest: str
+    at: float
+
+
+class Blobs:
+    """Encoded answers of GetMetadata, the least lately used one going first when there are ``max_bytes``.
+
+    :param seconds: what all questions to a worker may take for one answer.
+    :param keep_seconds: how long its confirmation holds.
+    """
+
+    def __init__(self, *, seconds: float, keep_seconds: float, max_bytes: int) -> None:
+        self._seconds, self._keep, self._max = seconds, keep_seconds, max_bytes
+        self._entries: OrderedDict[ContentKey, _Entry] = OrderedDict()
+        self._asked: dict[ContentKey, asyncio.Task[_Entry | None]] = {}
+        self._slots = asyncio.Semaphore(ASKING)
+        self._suspects: OrderedDict[ContentKey, float] = OrderedDict()
+        self.bytes = 0
+        self.counts: Counter[str] = Counter()
+
+    async def close(self) -> None:
+        """Give up on questions under way."""
+        for task in self._asked.values():
+            task.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+
+    def suspect(self, one: SourceInstance) -> bool:
+        """Tell whether a worker was asked of late and did not confirm."""
+        return time.monotonic() < self._suspects.get(content_key(one), 0.0)
+
+    async def answer(self, record: SourceRecord, owner: str, node: Node | None) -> bytes:
+        """Encode the lasting part of an answer: with the worker's blob if it confirms, else as published.
+
+        ``owner`` is whose the record is; ``node`` None: no worker is to be asked.
+        """
+        worker, key = record.worker, content_key(record.instance)
+        assert worker is not None
+        if node is None or not _askable(worker, owner, node):
+            entry = self._entries.get(key)
+            if entry is None or entry.digest:
+                entry = _Entry(found_parts(record), "", 0.0)
+                self._put(key, entry)
+            return entry.encoded
+        if (entry := self._fresh(key)) is not None:
+            self.counts["cached"] += 1
+            return entry.encoded
+        task = self._asked.get(key)
+        if task is None:
+            task = self._asked[key] = asyncio.create_task(self._ask(key, record, worker, owner, node))
+            task.add_done_callback(lambda _: self._asked.pop(key, None))
+        entry = await asyncio.shield(task)
+        return found_parts(record) if entry is None else entry.encoded
+
+    def _fresh(self, key: ContentKey) -> _Entry | None:
+        entry = self._entries.get(key)
+        if entry is None or not entry.digest or time.monotonic() > entry.at + self._keep:
+            return None
+        self._entries.move_to_end(key)
+        return entry
+
+    async def _ask(
+        self, key: ContentKey, record: SourceRecord, worker: WorkerRecord, owner: str, node: Node
+    ) -> _Entry | None:
+        """Ask the worker; None when it did not confirm."""
+        try:
+            async with asyncio.timeout(self._seconds), self._slots:
+                confirmed, digest = await self._confirm(record.instance, worker, owner, node)
+        except (HibernodeError, OSError, TimeoutError, ValueError) as error:
+            self.counts["unconfirmed"] += 1
+            log.info("worker %s did not confirm its record: %s", record.instance.worker_id, error)
+            self._suspects[key] = time.monotonic() + SUSPECT_SECONDS
+            self._suspects.move_to_end(key)
+            while len(self._suspects) > MAX_SUSPECTS:
+                self._suspects.popitem(last=False)
+            return None
+        self.counts["confirmed"] += 1
+        self._suspects.pop(key, None)
+        old = self._entries.get(key)
+        if old is not None and old.digest == digest:
+            old.at = time.monotonic()
+            return old
+        encoded = await asyncio.to_thread(found_parts, replace(record, worker=confirmed))
+        entry = _Entry(encoded, digest, time.monotonic())
+        self._put(key, entry)
+        return entry
+
+    async def _confirm(
+        self, one: SourceInstance, worker: WorkerRecord, owner: str, node: Node
+    ) -> tuple[WorkerRecord, str]:
+        manifest = await _manifest(worker.worker_grpc_endpoint, one, self._seconds)
+        for name, theirs, ours in (
+            ("source id", manifest.mx_source_id, one.source_id),
+            ("worker id", manifest.worker_id or one.worker_id, one.worker_id),
+            ("agent name", manifest.agent_name or worker.agent_name, worker.agent_name),
+            ("rank", manifest.worker_rank, one.rank),
+        ):
+            if theirs != ours and not (name == "source id" and theirs == one.alias):
+                raise RefusedError(f"its {name} is {theirs!r:.100}, the record says {ours!r:.100}")
+        endpoint = split_endpoint(worker.metadata_endpoint or manifest.metadata_endpoint)
+        if endpoint is None or not reachable(owner, endpoint[0], node):
+            raise RefusedError("its NIXL listener is at no address of its own")
+        blob = await fetch_blob(*endpoint, deadline=self._seconds)
+        header = read_header(blob)
+        require_agent(header, worker.agent_name)
+        confirmed = replace(
+            worker,
+            payload=BackendPayload(BackendType.NIXL, nixl=blob),
+            tensors=await asyncio.to_thread(tensors_of, manifest.tensors),
+            metadata_endpoint="",
+            worker_grpc_endpoint="",
+        )
+        if not confirmed.tensors:
+            raise RefusedError("its manifest has no tensors")
+        await asyncio.to_thread(check_worker, confirmed)
+        tensors = hashlib.sha256(manifest.SerializeToString(deterministic=True)).hexdigest()
+        return confirmed, f"{header.digest}-{tensors}"
+
+    def _put(self, key: ContentKey, entry: _Entry) -> None:
+        old = self._entries.pop(key, None)
+        self.bytes += len(entry.encoded) + ENTRY_BYTES - (len(old.encoded) + ENTRY_BYTES if old else 0)
+        self._entries[key] = entry
+        while self.bytes > self._max and self._entries:
+            self.bytes -= len(self._entries.popitem(last=False)[1].encoded) + ENTRY_BYTES
+
+
+def _askable(worker: WorkerRecord, owner: str, node: Node) -> bool:
+    """Tell whether this is a worker that peers would ask, at an address that is its own."""
+    endpoint = split_endpoint(worker.worker_grpc_endpoint)
+    return (
+        worker.artifact is None
+        and worker.payload.type is BackendType.NONE
+        and bool(worker.agent_name)
+        and endpoint is not None
+        and reachable(owner, endpoint[0], node)
+    )
+
+
+async def _manifest(endpoint: str, one: SourceInstance, seconds: float) -> Any:
+    """Ask a worker for its manifest.
+
+    :raises RefusedError: it did not give one.
+    """
+    import grpc  # noqa: PLC0415 - only where the service runs
+
+    method = P2P.services["WorkerService"]["GetTensorManifest"]
+    options = [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_receive_message_length", MAX_MANIFEST),
+    ]
+    async with grpc.aio.insecure_channel(endpoint.removeprefix("http://"), options) as channel:
+        call = channel.unary_unary(method.path, method.request.SerializeToString, method.response.FromString)
+        try:
+            return await call(
+                method.request(mx_source_id=one.source_id, worker_id=one.worker_id), timeout=seconds
+            )
+        except grpc.aio.AioRpcError as error:
+            raise RefusedError(
+                f"{endpoint} gives no manifest: {error.code().name}: {error.details() or ''!s:.200}"
+            ) from None

@@ -1,0 +1,277 @@
+"""The metadata service as a part of the agent: its sockets, its backend, its health and its numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hibernode.config import Settings
+from hibernode.errors import HibernodeError, StorageError, UnavailableError, UsageError
+from hibernode.listen import SocketLock, tcp_sockets
+from hibernode.metadata.access import Gate, Reviewer, by_address, by_credentials, is_loopback
+from hibernode.metadata.backend import MetadataBackend
+from hibernode.metadata.blobs import Blobs
+from hibernode.metadata.front import Doors, Front
+from hibernode.metadata.locality import LocalPlaces, Places
+from hibernode.metadata.meter import Meter
+
+if TYPE_CHECKING:
+    import grpc
+    from prometheus_client import CollectorRegistry
+
+    from hibernode.metadata.backends.kube_api import KubeApi
+    from hibernode.metadata.service import Service
+
+log = logging.getLogger("hibernode.metadata")
+
+RETRY_SECONDS: Final = 2.0
+"""Between attempts to reach the backend."""
+
+GRACE_SECONDS: Final = 1.0
+"""What requests in work have when the agent stops."""
+
+SOCKET_MODE: Final = 0o666
+"""Any worker may connect; who it is the kernel tells."""
+
+DIRECTORY_MODE: Final = 0o755
+NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+MAX_SEND: Final = 100 << 20
+"""Bytes of an answer: what the stock client takes."""
+
+
+class MetadataPart:
+    """Serves from :meth:`start` to :meth:`stop`; :meth:`run` makes it ready.
+
+    ``backend`` and ``reviewer`` are those of the settings unless they are given.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: CollectorRegistry,
+        *,
+        backend: MetadataBackend | None = None,
+        reviewer: Reviewer | None = None,
+        places: Places | None = None,
+    ) -> None:
+        self._settings = settings.metadata
+        self._private = settings.state_dir / "metadata"
+        self._given, self._reviewer = backend, reviewer
+        self._places = places or LocalPlaces(settings.node)
+        self._lock = SocketLock(
+            self._settings.socket, "metadata.socket", mode=SOCKET_MODE, directory_mode=DIRECTORY_MODE
+        )
+        found = self._settings
+        self._front = Front(
+            self._private / "grpc.sock", Doors(found.connections, max(1, found.connections // 8))
+        )
+        self._blobs = Blobs(
+            seconds=found.confirm_seconds,
+            keep_seconds=found.confirm_keep_seconds,
+            max_bytes=found.cache_bytes,
+        )
+        self._meter = Meter(registry)
+        self._grpc: grpc.aio.Server | None = None
+        self._service: Service | None = None
+        self._api: KubeApi | None = None
+        self.backend: MetadataBackend | None = None
+        self.addresses: list[tuple[str, int]] = []
+        self.trouble = "starting"
+
+    async def start(self) -> None:
+        """Listen; every request is UNAVAILABLE until :meth:`run` has the records.
+
+        :raises StorageError: a socket or an address cannot be had.
+        :raises UsageError: the settings would let everybody publish.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        import grpc  # noqa: PLC0415 - 20 MiB that only this part needs
+
+        from hibernode.metadata.service import Rules, Service  # noqa: PLC0415 - as above
+
+        found = self._settings
+        self._private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._private.chmod(0o700)
+        socket = self._private / "grpc.sock"
+        socket.unlink(missing_ok=True)
+        self.backend = self._given or await self._make_backend()
+        if found.tokens and self._reviewer is None:
+            from hibernode.metadata.token_review import KubeReviewer  # noqa: PLC0415 - only in a cluster
+
+            self._reviewer = KubeReviewer(await self._connection(), found.audiences)
+        gate = Gate(self._reviewer, accounts=found.accounts, keep_names=self.backend.name == "sqlite")
+        self._service = Service(
+            self.backend,
+            gate=gate,
+            places=self._places,
+            blobs=self._blobs,
+            meter=self._meter,
+            caller=self._front.caller,
+            rules=Rules(
+                heartbeat_seconds=found.heartbeat_seconds,
+                request_seconds=found.request_seconds,
+                requests=found.requests,
+                watches=found.watches,
+                locality=found.locality,
+            ),
+        )
+        self._grpc = grpc.aio.server(options=_options(found.max_message_bytes))
+        self._grpc.add_generic_rpc_handlers(self._service.handlers())
+        try:
+            self._grpc.add_insecure_port(f"unix:{socket}")
+        except RuntimeError as error:
+            raise StorageError(
+                f"{socket} cannot be listened on: {error}",
+                remedy="set state_dir to a directory whose path is shorter than 90 bytes",
+                reason="ListenFailed",
+            ) from error
+        await self._grpc.start()
+        self._front.listen(self._lock.listen(), by_credentials)
+        for sock in await tcp_sockets(found.listen, "metadata.listen") if found.listen else []:
+            host, port = sock.getsockname()[:2]
+            if self._reviewer is None and not is_loopback(host):
+                sock.close()
+                raise UsageError(
+                    f"metadata.listen: {host}:{port} is open to other machines, and nothing tells who calls",
+                    remedy="set metadata.tokens=true, or listen on 127.0.0.1",
+                    reason="OpenToAll",
+                )
+            self.addresses.append((host, port))
+            self._front.listen(sock, by_address)
+
+    async def run(self) -> None:
+        """Reach the backend, as often as it takes, and then wait until cancelled."""
+        assert self.backend is not None
+        assert self._service is not None
+        while not self._service.ready:
+            try:
+                await self.backend.connect()
+            except UnavailableError as error:
+                if self.trouble != error.message:
+                    log.warning("metadata: %s", error)
+                self.trouble = error.message
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self.trouble, self._service.ready = "", True
+                log.info("metadata: records from %s, socket %s", self.backend.name, self._settings.socket)
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        """Close everything."""
+        if self._service is not None:
+            self._service.ready = False
+        if self._grpc is not None:
+            await self._grpc.stop(GRACE_SECONDS)
+        await self._front.stop()
+        await self._blobs.close()
+        if self.backend is not None:
+            await self.backend.close()
+        if self._api is not None:
+            await self._api.close()
+        self._lock.release()
+        self.addresses.clear()
+
+    async def _make_backend(self) -> MetadataBackend:
+        if self._settings.backend == "sqlite":
+            from hibernode.metadata.backends.sqlite import SqliteBackend  # noqa: PLC0415 - one of two
+
+            return SqliteBackend(self._private / "records.db")
+        from hibernode.metadata.backends.kube_api import KubeApi, load_configuration  # noqa: PLC0415
+        from hibernode.metadata.backends.kubernetes import KubernetesBackend  # noqa: PLC0415
+
+        api = KubeApi(await load_configuration(self._settings.kubeconfig))
+        return KubernetesBackend(api, self._settings.namespace or _own_namespace())
+
+    async def _connection(self) -> KubeApi:
+        from hibernode.metadata.backends.kube_api import KubeApi, load_configuration  # noqa: PLC0415
+
+        self._api = KubeApi(await load_configuration(self._settings.kubeconfig))
+        return self._api
+
+    # what the agent asks ------------------------------------------------------------------------------
+
+    async def check(self) -> str:
+        """Tell how it is, for the agent's health.
+
+        :raises HibernodeError: no records can be served.
+        """
+        if self._service is None or not self._service.ready or self.backend is None:
+            raise HibernodeError(f"no records yet: {self.trouble}")
+        stats = self.backend.stats()
+        if not stats.synced:
+            raise HibernodeError(f"the list of records is {stats.age_seconds:.0f} s old")
+        return f"{sum(stats.by_status.values())} records in {self.backend.name}"
+
+    def status(self) -> dict[str, Any]:
+        """Describe it for ``hibernode status``."""
+        if self.backend is None:
+            return {}
+        stats = self.backend.stats()
+        return {
+            "backend": self.backend.name,
+            "socket": str(self._settings.socket),
+            "addresses": [f"{host}:{port}" for host, port in self.addresses],
+            "ready": self._service is not None and self._service.ready and stats.synced,
+            "records": {status.name.lower(): count for status, count in stats.by_status.items() if count},
+            "unreadable": stats.unreadable,
+            "listAgeSeconds": stats.age_seconds,
+            "connections": self._front.connections,
+        }
+
+    def reading(self) -> Mapping[str, float | Mapping[str, float]]:
+        """Read the numbers for a scrape."""
+        if self.backend is None:
+            return {}
+        stats = self.backend.stats()
+        return {
+            "hibernode_metadata_records": {one.name.lower(): n for one, n in stats.by_status.items()},
+            "hibernode_metadata_unreadable_records": stats.unreadable,
+            "hibernode_metadata_list_age_seconds": stats.age_seconds,
+            "hibernode_metadata_cache_bytes": {"records": stats.cached_bytes, "answers": self._blobs.bytes},
+            "hibernode_metadata_connections": self._front.connections,
+            "hibernode_metadata_refused_connections_total": dict(self._front.refused),
+            "hibernode_metadata_blobs_total": dict(self._blobs.counts),
+            "hibernode_metadata_backend_retries_total": stats.retries,
+        }
+
+
+def _options(max_message: int) -> list[tuple[str, int]]:
+    """Gather gRPC's own limits."""
+    return [
+        ("grpc.max_receive_message_length", max_message),
+        ("grpc.max_send_message_length", MAX_SEND),
+        ("grpc.max_concurrent_streams", 128),
+        ("grpc.max_metadata_size", 32 << 10),
+        ("grpc.absolute_max_metadata_size", 64 << 10),
+        ("grpc.so_reuseport", 0),
+        # A peer that vanished is found out, and a call that never sends its message ends with its connection.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.max_connection_idle_ms", 600_000),
+        ("grpc.max_connection_age_ms", 1_800_000),
+        ("grpc.max_connection_age_grace_ms", 30_000),
+    ]
+
+
+def _own_namespace() -> str:
+    """Name the namespace of the agent's own pod, as ModelExpress' server would."""
+    for name in ("MX_METADATA_NAMESPACE", "POD_NAMESPACE"):
+        if os.environ.get(name):
+            return os.environ[name]
+    try:
+        return NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    except OSError:
+        raise UsageError(
+            "metadata.namespace is not set, and the agent runs in no pod",
+            remedy="set metadata.namespace to the namespace of the workers",
+        ) from None

@@ -1,0 +1,420 @@
+"""``model_express.p2p.P2pService`` with the upstream server's semantics, and our Changes service beside it.
+
+Two things differ from upstream on purpose: an outage is UNAVAILABLE and never an empty list or "not found",
+and a record that is not whole is DATA_LOSS. The same methods answer on the Unix socket and on TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from hibernode.errors import (
+    ConflictError,
+    DeadlineError,
+    HibernodeError,
+    IntegrityError,
+    InvalidArgumentError,
+    NotFoundError,
+    RefusedError,
+    TooLargeError,
+    UnavailableError,
+)
+from hibernode.metadata import proto
+from hibernode.metadata.access import Caller, Gate
+from hibernode.metadata.backend import ChangeKind, MetadataBackend, WorkerQuery
+from hibernode.metadata.blobs import Blobs
+from hibernode.metadata.identity import ids_of, mx_source_id
+from hibernode.metadata.ids import SourceId, WorkerId
+from hibernode.metadata.locality import Node, Places, is_local, prefer
+from hibernode.metadata.meter import Meter
+from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
+from hibernode.metadata.times import MS
+from hibernode.metadata.wire import P2P, found_now, identity_of, reference_message, status_of, worker_of
+
+log = logging.getLogger("hibernode.metadata")
+
+P2P_SERVICE: Final = "model_express.p2p.P2pService"
+CHANGES: Final = proto.load("changes")
+HEALTH: Final = proto.load("health")
+HEALTH_SECONDS: Final = 1.0
+"""Period in which a watcher of our health sees that it changed."""
+
+_Code = grpc.StatusCode
+_CODES: Final[tuple[tuple[type[HibernodeError], grpc.StatusCode], ...]] = (
+    (UnavailableError, _Code.UNAVAILABLE),
+    (DeadlineError, _Code.DEADLINE_EXCEEDED),
+    (IntegrityError, _Code.DATA_LOSS),
+    (InvalidArgumentError, _Code.INVALID_ARGUMENT),
+    (NotFoundError, _Code.NOT_FOUND),
+    (ConflictError, _Code.ABORTED),
+    (TooLargeError, _Code.RESOURCE_EXHAUSTED),
+    (RefusedError, _Code.PERMISSION_DENIED),
+    (HibernodeError, _Code.INTERNAL),
+)
+_KINDS: Final = {ChangeKind.PUT: 1, ChangeKind.GONE: 2, ChangeKind.SYNCED: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Seconds, and how many requests and watches at one time; one caller may have a quarter of them."""
+
+    heartbeat_seconds: float = 90.0
+    request_seconds: float = 10.0
+    requests: int = 256
+    watches: int = 256
+    locality: bool = True
+
+
+class Service:
+    """The methods. ``ready`` is set once the backend's lists are whole."""
+
+    def __init__(
+        self,
+        backend: MetadataBackend,
+        *,
+        gate: Gate,
+        places: Places,
+        blobs: Blobs,
+        meter: Meter,
+        caller: Callable[[str], Caller | None],
+        rules: Rules,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._backend, self._gate, self._places, self._blobs = backend, gate, places, blobs
+        self._meter, self._caller, self._rules, self._clock = meter, caller, rules, clock
+        self._working, self._watching = Counter[str](), Counter[str]()
+        self.ready = False
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Build what :meth:`grpc.aio.Server.add_generic_rpc_handlers` takes."""
+        methods = {
+            "PublishMetadata": self._publish,
+            "ListSources": self._list,
+            "GetMetadata": self._get,
+            "UpdateStatus": self._update,
+        }
+        p2p = {name: self._unary(name, method) for name, method in methods.items()}
+        watch = CHANGES.services["Changes"]["Watch"]
+        health = HEALTH.services["Health"]
+        streams = grpc.unary_stream_rpc_method_handler
+        return (
+            grpc.method_handlers_generic_handler(P2P_SERVICE, p2p),
+            grpc.method_handlers_generic_handler(
+                "hibernode.metadata.v1.Changes",
+                {"Watch": streams(self._watch, watch.request.FromString, watch.response.SerializeToString)},
+            ),
+            grpc.method_handlers_generic_handler(
+                "grpc.health.v1.Health",
+                {
+                    "Check": grpc.unary_unary_rpc_method_handler(
+                        self._check_health,
+                        health["Check"].request.FromString,
+                        health["Check"].response.SerializeToString,
+                    ),
+                    "Watch": streams(
+                        self._watch_health,
+                        health["Watch"].request.FromString,
+                        health["Watch"].response.SerializeToString,
+                    ),
+                },
+            ),
+        )
+
+    # what all methods share ---------------------------------------------------------------------------
+
+    def _unary(
+        self, name: str, work: Callable[[Any, Caller], Awaitable[tuple[bool, bytes]]]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wrap a method that returns whether it succeeded, and its answer encoded."""
+        method = P2P.services["P2pService"][name]
+
+        async def handle(data: bytes, context: Any) -> bytes:
+            began, result, sent = time.monotonic(), "CANCELLED", b""
+            try:
+                caller = self._known(context)
+                self._begin(self._working, caller, self._rules.requests)
+                try:
+                    async with asyncio.timeout(self._seconds_for(context)):
+                        admitted = await self._admit(caller, context)
+                        good, sent = await work(_decode(method.request, data), admitted)
+                finally:
+                    _end(self._working, caller)
+                result = "ok" if good else "rejected"
+            except _AbortError as error:
+                result = error.code.name
+                await context.abort(error.code, error.text)
+            except TimeoutError:
+                result = _Code.DEADLINE_EXCEEDED.name
+                await context.abort(_Code.DEADLINE_EXCEEDED, f"{name} took too long")
+            except HibernodeError as error:
+                code = next(code for kind, code in _CODES if isinstance(error, kind))
+                result = code.name
+                await context.abort(code, _said(error))
+            except Exception:
+                log.exception("%s: unexpected failure", name)
+                result = _Code.INTERNAL.name
+                await context.abort(_Code.INTERNAL, "unexpected failure; see the agent's log")
+            finally:
+                self._meter.ended(name, result, time.monotonic() - began)
+                self._meter.carried(len(data), len(sent))
+            return sent
+
+        # Bytes in, bytes out: what is cached is sent as it is, and what is malformed is counted too.
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def _known(self, context: Any) -> Caller:
+        caller = self._caller(context.peer())
+        if caller is None:
+            raise _AbortError(_Code.PERMISSION_DENIED, "the caller did not come through the agent's door")
+        return caller
+
+    async def _admit(self, caller: Caller, context: Any) -> Caller:
+        if not self.ready:
+            raise UnavailableError("the records are not read yet", remedy="try again in a moment")
+        header = next((value for key, value in context.invocation_metadata() if key == "authorization"), "")
+        admitted = await self._gate.admit(caller, header if isinstance(header, str) else "")
+        if admitted is None:
+            raise _AbortError(_Code.UNAUTHENTICATED, "this port wants a bearer token that the cluster knows")
+        return admitted
+
+    def _begin(self, counter: Counter[str], caller: Caller, most: int) -> None:
+        if counter.total() >= most or counter[caller.key] >= max(1, most // 4):
+            raise _AbortError(_Code.RESOURCE_EXHAUSTED, "too many requests at one time; try again later")
+        counter[caller.key] += 1
+
+    def _seconds_for(self, context: Any) -> float:
+        left = context.time_remaining()
+        return self._rules.request_seconds if left is None else min(left, self._rules.request_seconds)
+
+    # the four methods ---------------------------------------------------------------------------------
+
+    async def _publish(self, request: Any, caller: Caller) -> tuple[bool, bytes]:
+        answer = P2P.PublishMetadataResponse(worker_id=request.worker_id)
+        try:
+            _check_complete(request)
+            identity, worker_id = identity_of(request.identity), WorkerId(request.worker_id)
+            source_id = mx_source_id(identity)
+            worker = await asyncio.to_thread(worker_of, request.worker)
+            owner = self._gate.owner(caller, PodRef(request.pod_name, request.pod_uid, request.pod_namespace))
+            self._gate.check(caller, await self._find(source_id, worker_id), (source_id, worker_id))
+            done = await self._backend.publish_metadata(identity, worker_id, worker, owner=owner)
+        except (InvalidArgumentError, TooLargeError) as error:
+            answer.message = _said(error)
+            return False, answer.SerializeToString()
+        self._gate.claim(caller, (done.source_id, done.worker_id))
+        answer.success, answer.mx_source_id = True, done.source_id
+        answer.message = f"published worker {done.worker_id} of source {done.source_id}"
+        return True, answer.SerializeToString()
+
+    async def _list(self, request: Any, caller: Caller) -> tuple[bool, bytes]:
+        def given(name: str) -> Any:
+            return getattr(request, name) if request.HasField(name) else None
+
+        number, ids = given("status_filter"), None
+        status = None if number is None else status_of(number)
+        answer = P2P.ListSourcesResponse()
+        if number is not None and status is None:
+            return True, answer.SerializeToString()  # nothing has a status that there is not
+        if request.identity.model_name:
+            ids = ids_of(identity_of(request.identity))
+        found = await self._backend.list_workers(
+            WorkerQuery(
+                source_ids=ids,
+                status=status,
+                model_name=given("model_name_filter"),
+                rank=given("worker_rank_filter"),
+                min_training_step=given("min_training_step"),
+                min_updated_at=given("min_updated_at"),
+            )
+        )
+        if status is SourceStatus.READY:
+            oldest = self._clock() // MS - int(self._rules.heartbeat_seconds * 1000)
+            found = [one for one in found if one.updated_at > 0 and one.updated_at >= oldest]
+            node = await self._node(caller)
+            if node is not None:
+                found = prefer(found, lambda one: self._near(one, node))
+        if request.limit:
+            found = found[: request.limit]
+        answer.instances.extend(reference_message(one) for one in found)
+        return True, answer.SerializeToString()
+
+    async def _get(self, request: Any, caller: Caller) -> tuple[bool, bytes]:
+        try:
+            source_id, worker_id = SourceId(request.mx_source_id), WorkerId(request.worker_id)
+        except InvalidArgumentError:
+            return True, b""  # found=false: no record has such an id
+        record = await self._backend.get_metadata(source_id, worker_id)
+        if record is None or record.worker is None:
+            return True, b""
+        one = record.instance
+        node = await self._node(caller)
+        owner = self._gate.owner_key(one, (one.source_id, one.worker_id))
+        ask = node is not None and one.status is SourceStatus.READY and self._near(one, node)
+        return True, await self._blobs.answer(record, owner, node if ask else None) + found_now(record)
+
+    async def _update(self, request: Any, caller: Caller) -> tuple[bool, bytes]:
+        answer = P2P.UpdateStatusResponse()
+        try:
+            source_id, worker_id = SourceId(request.mx_source_id), WorkerId(request.worker_id)
+            status = _status(request.status)
+            standing = await self._find(source_id, worker_id)
+            self._gate.check(caller, standing, (source_id, worker_id))
+            load = request.source_load if request.HasField("source_load") else None
+            written = await self._backend.update_status(
+                source_id, worker_id, request.worker_rank, status, self._clock() // MS, source_load=load
+            )
+        except (InvalidArgumentError, NotFoundError) as error:
+            answer.message = _said(error)
+            return False, answer.SerializeToString()
+        if standing is not None:
+            key = (standing.source_id, standing.worker_id)
+            if not self._gate.owner_key(standing, key):
+                self._gate.claim(caller, key)
+        answer.success = True
+        answer.message = "status updated" if written else "a newer status stands"
+        return True, answer.SerializeToString()
+
+    async def _find(self, source_id: str, worker_id: str) -> SourceInstance | None:
+        found = await self._backend.list_workers(WorkerQuery(source_ids=[source_id]))
+        return next((one for one in found if one.worker_id == worker_id), None)
+
+    # where things are ---------------------------------------------------------------------------------
+
+    async def _node(self, caller: Caller) -> Node | None:
+        """Return what is known of this node, if that matters to the caller."""
+        if not self._rules.locality:
+            return None
+        node = await self._places.node()
+        here = caller.on_node or caller.pod_uid in node.pods
+        return node if here or any(caller.address in each for each in node.pods.values()) else None
+
+    def _near(self, one: SourceInstance, node: Node) -> bool:
+        """Tell whether a record is of this node, and its worker did not fail to answer of late."""
+        owner = self._gate.owner_key(one, (one.source_id, one.worker_id))
+        mine = owner.startswith(("uid:", "container:", "loopback"))
+        return (mine or owner in node.pods or is_local(one, node)) and not self._blobs.suspect(one)
+
+    # streams ------------------------------------------------------------------------------------------
+
+    async def _watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        began, result, caller = time.monotonic(), "ok", None
+        try:
+            found = self._known(context)
+            self._begin(self._watching, found, self._rules.watches)
+            caller = found
+            await self._admit(caller, context)
+            source = SourceId(request.mx_source_id) if request.mx_source_id else None
+            async for change in self._backend.watch(source):
+                yield _change_message(change.kind, change.instance)
+        except _AbortError as error:
+            result = error.code.name
+            await context.abort(error.code, error.text)
+        except HibernodeError as error:
+            code = next(code for kind, code in _CODES if isinstance(error, kind))
+            result = code.name
+            await context.abort(code, _said(error))
+        finally:
+            if caller is not None:
+                _end(self._watching, caller)
+            self._meter.ended("Watch", result, time.monotonic() - began)
+
+    async def _check_health(self, request: Any, context: Any) -> Any:
+        status = self._health_of(request.service)
+        if status == 3:  # noqa: PLR2004 - SERVICE_UNKNOWN, which Check does not answer with
+            await context.abort(_Code.NOT_FOUND, "there is no such service")
+        return HEALTH.HealthCheckResponse(status=status)
+
+    async def _watch_health(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        caller = self._known(context)
+        try:
+            self._begin(self._watching, caller, self._rules.watches)
+        except _AbortError as error:
+            await context.abort(error.code, error.text)
+        try:
+            last = -1
+            while True:
+                if (status := self._health_of(request.service)) != last:
+                    last = status
+                    yield HEALTH.HealthCheckResponse(status=status)
+                await asyncio.sleep(HEALTH_SECONDS)
+        finally:
+            _end(self._watching, caller)
+
+    def _health_of(self, service: str) -> int:
+        if service not in ("", P2P_SERVICE):
+            return 3
+        return 1 if self.ready and self._backend.stats().synced else 2
+
+
+class _AbortError(Exception):
+    """Ends a call with a code."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code, self.text = code, text
+
+
+def _end(counter: Counter[str], caller: Caller) -> None:
+    counter[caller.key] -= 1
+    if counter[caller.key] <= 0:
+        del counter[caller.key]
+
+
+def _decode(kind: Any, data: bytes) -> Any:
+    from google.protobuf.message import DecodeError  # noqa: PLC0415 - heavy, as gRPC
+
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise _AbortError(_Code.INVALID_ARGUMENT, "the message cannot be decoded") from None
+
+
+def _check_complete(request: Any) -> None:
+    """Refuse a publication with a part missing, in the order in which upstream looks."""
+    missing = {
+        "identity": not request.HasField("identity"),
+        "model_name": not request.identity.model_name,
+        "worker_id": not request.worker_id,
+        "worker": not request.HasField("worker"),
+    }
+    for name, is_missing in missing.items():
+        if is_missing:
+            raise InvalidArgumentError(f"{name} is required")
+
+
+def _status(number: int) -> SourceStatus:
+    status = status_of(number)
+    if status is None:
+        raise InvalidArgumentError(f"{number} is no status")
+    return status
+
+
+def _said(error: HibernodeError) -> str:
+    """Put an error into one line; what a caller sent in it is bounded by the gates."""
+    text = f"{error.reason}: {error.message}" + (f" ({error.remedy})" if error.remedy else "")
+    return text[:2000]
+
+
+def _change_message(kind: ChangeKind, one: SourceInstance | None) -> Any:
+    if one is None:
+        return CHANGES.Change(kind=_KINDS[kind])
+    return CHANGES.Change(
+        kind=_KINDS[kind],
+        mx_source_id=one.source_id,
+        worker_id=one.worker_id,
+        model_name=one.model_name,
+        worker_rank=one.rank,
+        status=int(one.status),
+        updated_at=one.updated_at,
+        generation=one.generation,
+        digest=one.digest,
+        agent_name=one.agent_name,
+    )
