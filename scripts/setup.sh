@@ -17,7 +17,7 @@ readonly placeholder=.venv/libexec/hibernode/placeholder
 key() {
   printf '%s\n' "$root" | cat - requirements.lock pyproject.toml scripts/setup.sh scripts/lib.sh \
     scripts/install-criu.sh scripts/build-placeholder.sh agent/hibernode/data/placeholder.c \
-    scripts/container-tools.sh |
+    scripts/container-tools.sh tests/real/modelexpress.lock |
     sha256sum | cut -d ' ' -f 1
 }
 
@@ -86,6 +86,13 @@ nothing_is_missing() {
   [ -z "$faults" ]
 }
 
+# The stock ModelExpress client for the tests, in a folder of its own: its dependencies stay away.
+install_modelexpress() {
+  rm -rf .venv/libexec/modelexpress
+  .venv/bin/python -m pip --disable-pip-version-check --no-input install --require-hashes --no-deps \
+    --only-binary :all: --target .venv/libexec/modelexpress -r tests/real/modelexpress.lock
+}
+
 install_criu() {
   scripts/install-criu.sh "$root/.venv/libexec/criu" >"$criu_path"
 }
@@ -119,6 +126,7 @@ if ! venv_is_ours; then
   step "virtual environment ($("$python" -V))" make_venv "$python"
 fi
 step "Python packages of requirements.lock" install_python_packages
+step "ModelExpress client" install_modelexpress
 step "CRIU" install_criu
 step "placeholder" scripts/build-placeholder.sh "$placeholder"
 step "container tools" scripts/container-tools.sh

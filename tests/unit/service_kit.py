@@ -36,6 +36,9 @@ class FixedPlaces:
         return self.known
 
 
+LOCAL = FixedPlaces()
+
+
 @dataclass
 class Running:
     """A service that listens; ``become`` decides who its Unix socket's callers are from now on."""
@@ -83,7 +86,9 @@ class Client:
         metadata = (("authorization", f"Bearer {token}"),) if token else None
         return await call(request, timeout=timeout, metadata=metadata, wait_for_ready=True)
 
-    async def publish(self, worker_id: str = "w0", rank: int = 0, *, ready: bool = True, **fields: Any) -> str:
+    async def publish(
+        self, worker_id: str = "w0", rank: int = 0, *, ready: bool = True, **fields: Any
+    ) -> str:
         """Publish and say READY, as the stock client does; returns the source's id."""
         pod = {key: fields.pop(key) for key in list(fields) if key.startswith("pod_")}
         answer = await self.call("PublishMetadata", publication(worker_id, rank, pod=pod, **fields))
@@ -108,7 +113,9 @@ class Client:
 
 
 def identity(model: str = "org/model") -> Any:
-    return P2P.SourceIdentity(mx_version="0.7.0", model_name=model, backend_framework=1, tensor_parallel_size=8)
+    return P2P.SourceIdentity(
+        mx_version="0.7.0", model_name=model, backend_framework=1, tensor_parallel_size=8
+    )
 
 
 def tensors(count: int = 2) -> list[Any]:
@@ -173,7 +180,7 @@ async def serving(
 
 
 def pod(uid: str, **fields: Any) -> Caller:
-    """A caller in a pod."""
+    """Make a caller that is in a pod."""
     return Caller(uid, uid, **fields)
 
 
