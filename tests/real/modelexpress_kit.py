@@ -6,11 +6,16 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0
+JOIN = """
+for each; do echo 0 >"$each" || exit 1; done
+exec "$PY" -m tests.real.modelexpress_program
+"""
 
 
 class StockError(Exception):
@@ -18,20 +23,23 @@ class StockError(Exception):
 
 
 class Stock:
-    """A worker that has the stock client, its server at ``target``; ``async with`` ends it."""
+    """A worker that has the stock client, its server at ``target``; ``async with`` ends it.
 
-    def __init__(self, target: str, *, program: str = "tests.real.modelexpress_program", **env: str) -> None:
-        self._target, self._env, self._program = target, env, program
+    ``joins``: cgroup.procs files of the cgroups that it is in.
+    """
+
+    def __init__(self, target: str, *, joins: Sequence[str] = (), **env: str) -> None:
+        self._target, self._env, self._joins = target, env, joins
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(("MX_", "POD_"))}
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self._program),
+            *("/bin/sh", "-c", JOIN, "join", *self._joins),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             cwd=ROOT,
-            env={**environ, "MX_SERVER_ADDRESS": self._target, **self._env},
+            env={**environ, "MX_SERVER_ADDRESS": self._target, "PY": sys.executable, **self._env},
             limit=64 << 20,
         )
         return self

@@ -78,7 +78,7 @@ class Program:
                 worker_grpc_endpoint=f"127.0.0.1:{server.port}",
                 accelerator="cuda",
             )
-            found = self.client.publish_metadata(self.identity(model), worker, worker_id)
+            found: str = self.client.publish_metadata(self.identity(model), worker, worker_id)
             server.set_mx_source_id(found)
             return found
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.real.modelexpress_kit import PATIENCE, Stock, StockError
 from tests.real.nixl_kit import Agent, Memory, free_port
+from tests.unit.cgroup_kit import Cgroups, _cgroup_kit, container_id, pod_uid  # noqa: F401 - a fixture
 from tests.unit.service_kit import LOCAL, P2P, serving
 
 SIZE = 64 << 20
@@ -86,6 +87,43 @@ async def test_the_stock_client_cannot_name_a_pod_that_it_is_not_in() -> None:
                 assert await thief.do("ready", model=MODEL) == []
 
 
+async def test_a_pod_publishes_for_itself_only(cgroup_kit: Cgroups) -> None:
+    """Pods are told by their cgroups; one inside a pod that has another's name is still that pod."""
+    mine, other, container = pod_uid(), pod_uid(), container_id()
+    path = f"kubepods/burstable/pod{mine}/{container}"
+    theirs = f"kubepods/besteffort/pod{other}/{container_id()}"
+    lie = f"{path}/kubepods/besteffort/pod{other}/{container_id()}"
+    identity = {"POD_NAME": "p", "POD_NAMESPACE": "n"}
+    publish: dict[str, Any] = {
+        "model": MODEL,
+        "worker_id": "w",
+        "rank": 0,
+        "blob": "",
+        "memory": [["t", 1, 2]],
+    }
+    async with (
+        serving(LOCAL) as service,
+        Stock(service.target, joins=cgroup_kit.joins(path), POD_UID=mine, **identity) as worker,
+        Stock(service.target, joins=cgroup_kit.joins(path)) as neighbour,
+        Stock(service.target, joins=cgroup_kit.joins(theirs)) as stranger,
+        Stock(service.target, joins=cgroup_kit.joins(lie), POD_UID=other, **identity) as liar,
+        Stock(service.tcp) as outside,
+    ):
+        source = await worker.do("publish", **publish)
+        beat = {"source": source, "worker_id": "w", "rank": 0}
+        assert await worker.do("heartbeat", **beat, status=2)
+        assert await neighbour.do("heartbeat", **beat, status=2)  # another process of the same pod
+        for thief in (stranger, liar, outside):
+            with pytest.raises(StockError, match="WrongPod"):
+                await thief.do("publish", **publish)
+        for thief in (stranger, outside):
+            with pytest.raises(StockError, match="WrongPod"):
+                await thief.do("heartbeat", **beat, status=3)
+        assert await liar.do("heartbeat", **beat, status=2)  # it is in the worker's pod, whatever it says
+        [[_, _, _, _]] = await stranger.do("ready", model=MODEL)
+        assert (await stranger.do("get", source=source, worker_id="w"))["tensors"] == [["t", 1, 2]]
+
+
 @pytest.mark.nixl
 async def test_a_peer_gets_the_blob_from_us_and_reads_64_mib_before_and_after_a_restart() -> None:
     """The worker confirms its record, the peer loads its blob; restarted under its name, it is read again."""
@@ -131,11 +169,11 @@ async def test_a_peer_gets_the_blob_from_us_and_reads_64_mib_before_and_after_a_
     assert len(set(generations)) == 2
 
 
-async def confirmed(asker: Stock, source: str) -> dict[str, object]:
+async def confirmed(asker: Stock, source: str) -> dict[str, Any]:
     """Ask until the worker, which may be just starting, has confirmed its record."""
     async with asyncio.timeout(PATIENCE):
         while True:
-            answer: dict[str, object] = await asker.do("get", source=source, worker_id="cafe0123")
+            answer: dict[str, Any] = await asker.do("get", source=source, worker_id="cafe0123")
             if answer["blob"]:
                 assert answer["endpoint"] == ""
                 return answer

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from prometheus_client import CollectorRegistry
 
 from hibernode.config import MetadataSettings, Settings
+from hibernode.errors import UnavailableError
 from hibernode.metadata import proto
-from hibernode.metadata.access import Caller
+from hibernode.metadata.access import Caller, Reviewed
 from hibernode.metadata.locality import Node
 from hibernode.metadata.part import MetadataPart
+from hibernode.metadata.records import PodRef
 
 P2P = proto.load("p2p")
 READY = 2
+CODE = grpc.StatusCode
+A, B = "aaaaaaaa-0000-4000-8000-00000000000a", "bbbbbbbb-0000-4000-8000-00000000000b"
 
 
 class FixedPlaces:
@@ -153,7 +158,7 @@ async def serving(
         path = root / "door" / "mx.sock"
         found = Settings(
             state_dir=root / "state",
-            metadata=MetadataSettings(socket=path, listen="127.0.0.1:0", **settings),
+            metadata=MetadataSettings(**{"socket": path, "listen": "127.0.0.1:0", **settings}),
         )
         registry = CollectorRegistry()
         part = MetadataPart(
@@ -186,3 +191,25 @@ def pod(uid: str, **fields: Any) -> Caller:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Return what a call failed with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+class Tokens:
+    """A reviewer that knows some tokens, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.known = {"good": Reviewed("system:serviceaccount:n:sa", PodRef("p", A, "n"))}
+        self.asked = 0
+        self.down = False
+
+    async def review(self, token: str) -> Reviewed | None:
+        self.asked += 1
+        if self.down:
+            raise UnavailableError("no API server")
+        return self.known.get(token)
