@@ -54,6 +54,22 @@ class Running:
     who: Caller | None = None
 
     @property
+    def methods(self) -> Any:
+        return self.part._service
+
+    @property
+    def backend(self) -> Any:
+        return self.part.backend
+
+    @property
+    def front(self) -> Any:
+        return self.part._front
+
+    @property
+    def blobs(self) -> Any:
+        return self.part._blobs
+
+    @property
     def target(self) -> str:
         return f"unix:{self.path}"
 

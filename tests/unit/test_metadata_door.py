@@ -41,7 +41,7 @@ async def until(true: Any) -> None:
 async def test_a_thousand_half_open_connections_leave_the_service_up() -> None:
     """They wait in front of gRPC, a bounded number of them, and are gone after a moment."""
     async with serving() as service:
-        front = service.part._front
+        front = service.front
         front._doors = Doors(connections=100, per_caller=100, preface_seconds=0.5)
         async with service.client() as client:
             await client.list()
@@ -69,12 +69,12 @@ async def test_one_caller_cannot_take_all_connections() -> None:
     async with serving(connections=16) as service:
         service.who = pod(A)
         many = [await asyncio.open_unix_connection(str(service.path)) for _ in range(20)]
-        await until(lambda: service.part._front.refused["TooManyOfCaller"] == 18)
+        await until(lambda: service.front.refused["TooManyOfCaller"] == 18)
         async with service.client(pod(B)) as other:
             assert await other.list() == []
         for _, writer in many:
             writer.transport.abort()
-        await until(lambda: service.part._front.connections <= 1)
+        await until(lambda: service.front.connections <= 1)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ async def test_what_is_not_http2_is_hung_up_on(first: bytes) -> None:
             async with asyncio.timeout(20):
                 assert await _rest(reader) == b""
             writer.close()
-        assert service.part._front.refused["NotHttp2"] == 2
+        assert service.front.refused["NotHttp2"] == 2
 
 
 async def _rest(reader: asyncio.StreamReader) -> bytes:
@@ -114,7 +114,7 @@ async def test_garbage_after_the_preface_ends_that_connection_only() -> None:
                 await _rest(reader)
             writer.close()
         assert await client.list() == []
-        await until(lambda: service.part._front.connections == 1)
+        await until(lambda: service.front.connections == 1)
         assert open_files() <= before + SLACK
 
 
@@ -125,8 +125,8 @@ async def test_who_cannot_be_identified_is_not_let_in() -> None:
         def nobody(_: Any) -> Any:
             raise HibernodeError("gone", reason="PeerGone")
 
-        service.part._front._admit(socket.socket(socket.AF_UNIX), nobody)
-        assert service.part._front.refused["PeerGone"] == 1
+        service.front._admit(socket.socket(socket.AF_UNIX), nobody)
+        assert service.front.refused["PeerGone"] == 1
 
 
 HUGE = """
@@ -171,14 +171,14 @@ async def test_a_blob_of_100_mb_is_refused_and_leaves_nothing() -> None:
 async def test_too_many_requests_at_one_time_are_refused() -> None:
     """One pod may have a quarter of the places; the others still get theirs, and places come back."""
     async with serving(requests=8) as service:
-        backend, release = service.part.backend, asyncio.Event()
+        backend, release = service.backend, asyncio.Event()
         list_workers = backend.list_workers
 
         async def slow(query: Any) -> Any:
             await release.wait()
             return await list_workers(query)
 
-        backend.list_workers = slow  # type: ignore[union-attr,method-assign]
+        backend.list_workers = slow
         async with service.client(pod(A)) as greedy:
             calls = [asyncio.create_task(greedy.list()) for _ in range(6)]
             done: set[Any] = set()
@@ -190,7 +190,7 @@ async def test_too_many_requests_at_one_time_are_refused() -> None:
                 assert error.code() is CODE.RESOURCE_EXHAUSTED
             async with service.client(pod(B)) as other:
                 waiting = asyncio.create_task(other.list())
-                await until(lambda: service.part._service._working[B] == 1)
+                await until(lambda: service.methods._working[B] == 1)
                 release.set()
                 assert await waiting == []
             await asyncio.gather(*calls, return_exceptions=True)
@@ -204,9 +204,9 @@ async def test_a_deadline_ends_a_request_that_takes_too_long() -> None:
         async def never(_: Any) -> Any:
             await asyncio.Event().wait()
 
-        service.part.backend.list_workers = never  # type: ignore[union-attr,method-assign]
+        service.backend.list_workers = never
         assert (await refused(client.list()))[0] is CODE.DEADLINE_EXCEEDED
-        assert not service.part._service._working
+        assert not service.methods._working
 
 
 async def test_callers_that_hang_up_leave_nothing_behind() -> None:
@@ -219,7 +219,7 @@ async def test_callers_that_hang_up_leave_nothing_behind() -> None:
 
         async def call_and_go() -> None:
             async with service.client() as client:
-                call = client.channel.unary_stream(
+                call: Any = client.channel.unary_stream(
                     watch.path, watch.request.SerializeToString, watch.response.FromString
                 )
                 streams = [call(watch.request()) for _ in range(10)]
@@ -229,7 +229,7 @@ async def test_callers_that_hang_up_leave_nothing_behind() -> None:
         for _ in range(5):
             await call_and_go()
             gc.collect()  # a channel of gRPC's closes its socket when it is freed
-        await until(lambda: not service.part._service._watching and not service.part._front.connections)
+        await until(lambda: not service.methods._watching and not service.front.connections)
         assert open_files() <= before + SLACK
 
 
@@ -262,7 +262,7 @@ def test_mutated_requests_are_answered_or_refused_and_nothing_grows() -> None:
             return CODE.OK
 
         def hold(name: str, data: bytes, times: int) -> None:
-            call = client.channel.unary_unary(f"/model_express.p2p.P2pService/{name}")
+            call: Any = client.channel.unary_unary(f"/model_express.p2p.P2pService/{name}")
 
             @settings(
                 max_examples=times, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -297,7 +297,10 @@ async def test_the_socket_is_open_to_workers_and_its_directory_only_to_root() ->
     old = os.umask(0o077)
     try:
         async with serving() as service:
-            mode = lambda path: stat.S_IMODE(path.lstat().st_mode)  # noqa: E731
+
+            def mode(path: Path) -> int:
+                return stat.S_IMODE(path.lstat().st_mode)
+
             assert (mode(service.path), mode(service.path.parent)) == (0o666, 0o755)
             assert mode(service.part._private) == 0o700
     finally:
@@ -330,8 +333,8 @@ async def test_an_agent_serves_it_when_enabled_and_tells_of_it(tmp_path: Path) -
     assert agent.metadata is not None
     await until(lambda: task.done() or not agent.metadata.trouble)
     async with grpc.aio.insecure_channel(f"unix:{found.metadata.socket}") as channel:
-        path = "/model_express.p2p.P2pService/ListSources"
-        assert await channel.unary_unary(path)(b"", timeout=30) == b""
+        call: Any = channel.unary_unary("/model_express.p2p.P2pService/ListSources")
+        assert await call(b"", timeout=30) == b""
     status = (await agent.status())["metadata"]
     assert (status["backend"], status["ready"], status["records"]) == ("sqlite", True, {})
     assert "metadata" in {result.name for result in await agent.health.results()}

@@ -109,8 +109,8 @@ async def test_local_sources_come_alone_for_local_callers() -> None:
             async with service.client(pod(A)) as near:
                 await near.publish("near", pod_uid=A, pod_name="p", pod_namespace="n")
             async with service.client(pod(B, address="10.2.0.9")) as far:
-                service.part._service._gate._reviewer = Tokens()
-                service.part._service._gate._reviewer.known["far"] = Reviewed("u", PodRef("q", B, "n"))
+                service.methods._gate._reviewer = Tokens()
+                service.methods._gate._reviewer.known["far"] = Reviewed("u", PodRef("q", B, "n"))
                 assert (await far.call("PublishMetadata", publication("far"), token="far")).success
                 source = (await far.call("ListSources", P2P.ListSourcesRequest(), token="far")).instances[0]
                 status = P2P.UpdateStatusRequest(
@@ -137,7 +137,7 @@ async def test_this_machine_is_known_by_looking_at_it() -> None:
 
 
 @asynccontextmanager
-async def worker_at(answer: Any, given: bytes) -> AsyncIterator[dict[str, str]]:
+async def worker_at(answer: Any, given: bytes) -> AsyncIterator[dict[str, Any]]:
     """Run a worker: its manifest service says ``answer``, its NIXL listener gives ``given``."""
     method = P2P.services["WorkerService"]["GetTensorManifest"]
 
@@ -192,7 +192,7 @@ async def test_a_blob_is_served_once_the_worker_has_confirmed_it() -> None:
             assert (worker.nixl_metadata, worker.worker_grpc_endpoint) == (given, "")
             assert (worker.metadata_endpoint, len(worker.tensors)) == ("", 3)
             assert (worker.status, worker.agent_name) == (READY, "worker-a")
-        assert dict(service.part._blobs.counts) == {"confirmed": 1, "cached": 2}
+        assert dict(service.blobs.counts) == {"confirmed": 1, "cached": 2}
         # A record that says that its worker has gone is answered as it was published.
         await client.status(source, "w0", status=3)
         assert (await client.get(source, "w0")).worker.worker_grpc_endpoint
@@ -221,8 +221,8 @@ async def test_a_worker_that_does_not_confirm_is_answered_as_it_published(change
         worker = (await client.get(source, "w0")).worker
         assert worker.nixl_metadata == b""
         assert worker.worker_grpc_endpoint == endpoints["worker_grpc_endpoint"]
-        [standing] = await service.part.backend.list_workers()
-        assert service.part._blobs.suspect(standing)
+        [standing] = await service.backend.list_workers()
+        assert service.blobs.suspect(standing)
 
 
 async def test_a_worker_that_hangs_costs_a_bounded_time() -> None:
@@ -238,7 +238,7 @@ async def test_a_worker_that_hangs_costs_a_bounded_time() -> None:
             )
             found = await asyncio.gather(*(client.get(source, "w0") for _ in range(10)))
             assert {each.worker.worker_grpc_endpoint for each in found} == {endpoint}
-            assert service.part._blobs.counts["unconfirmed"] == 1
+            assert service.blobs.counts["unconfirmed"] == 1
 
 
 async def test_the_cache_of_answers_is_bounded() -> None:
@@ -247,7 +247,7 @@ async def test_the_cache_of_answers_is_bounded() -> None:
         for number in range(8):
             source = await client.publish(f"w{number}", nixl_metadata=b"x" * 300_000)
             assert (await client.get(source, f"w{number}")).found
-            assert service.part._blobs.bytes <= 1 << 20
+            assert service.blobs.bytes <= 1 << 20
 
 
 # changes ------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ async def test_a_watch_tells_of_new_generations() -> None:
     watch = CHANGES.services["Changes"]["Watch"]
     async with serving() as service, service.client() as client:
         source = await client.publish(nixl_metadata=b"1")
-        call = client.channel.unary_stream(
+        call: Any = client.channel.unary_stream(
             watch.path, watch.request.SerializeToString, watch.response.FromString
         )
         stream = call(watch.request(mx_source_id=source))
@@ -272,7 +272,7 @@ async def test_a_watch_tells_of_new_generations() -> None:
         other = await stream.read()
         assert other.generation > first.generation
         assert other.digest != first.digest
-        await service.part.backend.remove_worker(source, "w0")
+        await service.backend.remove_worker(source, "w0")
         assert (await stream.read()).kind == 2
         stream.cancel()
         assert (await refused(call(watch.request(mx_source_id="x")).read()))[0] is CODE.INVALID_ARGUMENT

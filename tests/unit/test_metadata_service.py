@@ -128,7 +128,10 @@ async def test_lists_filter_as_upstream() -> None:
         await client.publish("w1", 1)
         await client.publish("w2", 1, ready=False)
         await client.publish("x0", 0, model="other")
-        names = lambda found: sorted(one.worker_id for one in found)  # noqa: E731
+
+        def names(found: list[Any]) -> list[str]:
+            return sorted(one.worker_id for one in found)
+
         assert names(await client.list()) == ["w0", "w1", "w2", "x0"]
         assert names(await client.list(identity=P2P.SourceIdentity(dtype="int8"))) == ["w0", "w1", "w2", "x0"]
         assert names(await client.list(identity=identity())) == ["w0", "w1", "w2"]
@@ -150,12 +153,12 @@ async def test_ready_lists_leave_out_who_has_not_been_heard_of(tmp_path: Path) -
         source = await client.publish()
         now = (await client.list())[0].updated_at
         assert await backend.update_status(source, "w0", 0, SourceStatus.READY, now)
-        service.part._service._clock = lambda: (now + 90_000) * 1_000_000
+        service.methods._clock = lambda: (now + 90_000) * 1_000_000
         assert len(await client.list(status_filter=READY)) == 1
-        service.part._service._clock = lambda: (now + 90_001) * 1_000_000
+        service.methods._clock = lambda: (now + 90_001) * 1_000_000
         assert await client.list(status_filter=READY) == []
         assert len(await client.list()) == 1
-        service.part._service._clock = lambda: (now - 90_001) * 1_000_000  # a clock behind: age 0
+        service.methods._clock = lambda: (now - 90_001) * 1_000_000  # a clock behind: age 0
         assert len(await client.list(status_filter=READY)) == 1
 
 
@@ -199,10 +202,10 @@ async def test_an_outage_is_never_an_empty_answer(tmp_path: Path) -> None:
 async def test_before_the_records_are_read_everything_is_unavailable() -> None:
     """Neither an empty list nor SERVING, until the backend is there."""
     async with serving() as service, service.client() as client:
-        service.part._service.ready = False
+        service.methods.ready = False
         assert (await refused(client.list()))[0] is CODE.UNAVAILABLE
         assert await health(client) == 2
-        service.part._service.ready = True
+        service.methods.ready = True
         assert await client.list() == []
         assert await health(client) == 1
 
@@ -219,14 +222,15 @@ async def test_health_is_told_and_reflection_is_not_there() -> None:
         assert await health(client, "model_express.p2p.P2pService") == 1
         assert (await refused(health(client, "other")))[0] is CODE.NOT_FOUND
         watch = HEALTH.services["Health"]["Watch"]
-        call = client.channel.unary_stream(
+        call: Any = client.channel.unary_stream(
             watch.path, watch.request.SerializeToString, watch.response.FromString
         )
         stream = call(watch.request(service="other"))
         assert (await stream.read()).status == 3
         stream.cancel()
         for path in ("grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "x/y"):
-            assert (await refused(client.channel.unary_unary(f"/{path}")(b"")))[0] is CODE.UNIMPLEMENTED
+            other: Any = client.channel.unary_unary(f"/{path}")
+            assert (await refused(other(b"")))[0] is CODE.UNIMPLEMENTED
 
 
 # who may ------------------------------------------------------------------------------------------------
@@ -261,7 +265,7 @@ async def test_without_a_pod_the_container_or_the_user_owns_a_record() -> None:
     async with serving() as service:
         async with service.client(one) as worker:
             source = await worker.publish()
-        service.part._service._gate._claims.clear()
+        service.methods._gate._claims.clear()
         for who in (other, Caller("uid:1000")):
             async with service.client(who) as stranger:
                 assert (await refused(stranger.status(source, "w0", status=3)))[0] is CODE.PERMISSION_DENIED
@@ -310,7 +314,7 @@ async def test_without_tokens_no_other_address_than_loopback_is_listened_on() ->
             pass
 
 
-STATUS = {
+STATUS: dict[str, Any] = {
     "authenticated": True,
     "user": {
         "username": "system:serviceaccount:ns:sa",
