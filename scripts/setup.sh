@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes this checkout ready: the few Debian packages that are missing, .venv with what requirements.lock pins,
-# and in .venv/libexec CRIU and the placeholder, where find_criu and find_placeholder look. Run it as often as
+# and in .venv/libexec CRIU, the placeholder and the stock ModelExpress client of the tests. Run it as often as
 # you like: when all is there it only checks a stamp. HIBERNODE_PYTHON names the Python to use (default: the
 # first >= 3.11 on PATH).
 set -euo pipefail
@@ -17,7 +17,7 @@ readonly placeholder=.venv/libexec/hibernode/placeholder
 key() {
   printf '%s\n' "$root" | cat - requirements.lock pyproject.toml scripts/setup.sh scripts/lib.sh \
     scripts/install-criu.sh scripts/build-placeholder.sh agent/hibernode/data/placeholder.c \
-    scripts/container-tools.sh tests/real/modelexpress.lock |
+    scripts/container-tools.sh scripts/modelexpress.lock |
     sha256sum | cut -d ' ' -f 1
 }
 
@@ -90,7 +90,7 @@ nothing_is_missing() {
 install_modelexpress() {
   rm -rf .venv/libexec/modelexpress
   .venv/bin/python -m pip --disable-pip-version-check --no-input install --require-hashes --no-deps \
-    --only-binary :all: --target .venv/libexec/modelexpress -r tests/real/modelexpress.lock
+    --only-binary :all: --target .venv/libexec/modelexpress -r scripts/modelexpress.lock
 }
 
 install_criu() {

@@ -168,6 +168,28 @@ async def test_a_blob_of_100_mb_is_refused_and_leaves_nothing() -> None:
             assert await client.list() == []
 
 
+async def test_a_message_that_would_grow_in_memory_is_refused_before_it_is_decoded() -> None:
+    """15 million empty tensors fit into 30 MiB, and would take 1.2 GB; other methods take nothing large."""
+
+    def field(tag: bytes, data: bytes) -> bytes:
+        size, length = len(data), b""
+        while size > 127:
+            size, length = size >> 7, length + bytes([size & 127 | 128])
+        return tag + length + bytes([size]) + data
+
+    many = field(b"\x12", field(b"\xa2\x01", b"\x0a\x00" * (15 << 20)))
+    async with serving() as service, service.client() as client:
+        for name, data, size in (
+            ("PublishMetadata", many, 150 << 20),
+            ("ListSources", field(b"\x0a", field(b"\x52", b"") * (10 << 20)), 150 << 20),
+        ):
+            call: Any = client.channel.unary_unary(f"/model_express.p2p.P2pService/{name}")
+            before = resident()
+            assert (await refused(call(data, timeout=120)))[0] is CODE.RESOURCE_EXHAUSTED
+            assert resident() < before + size
+        assert await client.list() == []
+
+
 async def test_too_many_requests_at_one_time_are_refused() -> None:
     """One pod may have a quarter of the places; the others still get theirs, and places come back."""
     async with serving(requests=8) as service:

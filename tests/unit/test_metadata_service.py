@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hibernode.errors import IntegrityError, UnavailableError, UsageError
+from hibernode.host.procfs import read_stat
 from hibernode.metadata.access import Caller, Gate, Reviewed, outermost
 from hibernode.metadata.backends.sqlite import SqliteBackend
 from hibernode.metadata.records import PodRef, SourceStatus
@@ -257,6 +259,15 @@ async def test_a_worker_publishes_for_its_own_pod_only() -> None:
             assert (await refused(outside.status(source, "w0", status=3)))[0] is CODE.PERMISSION_DENIED
         async with service.client(Caller("uid:0")) as root:
             assert (await root.status(source, "w0", status=3)).success
+
+
+async def test_the_process_that_published_is_known() -> None:
+    """Its pidfd can then tell when the worker has ended."""
+    async with serving() as service, service.client() as client:
+        source = await client.publish()
+        found = service.methods._gate.publisher((source, "w0"))
+        assert found.key == f"uid:{os.getuid()}"
+        assert found.process == read_stat(os.getpid()).key
 
 
 async def test_without_a_pod_the_container_or_the_user_owns_a_record() -> None:

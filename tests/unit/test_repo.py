@@ -193,7 +193,13 @@ def checkout(tmp_path):
         f"scripts/{name}"
         for name in ("setup.sh", "lib.sh", "install-criu.sh", "build-placeholder.sh", "container-tools.sh")
     ]
-    for name in (*scripts, "agent/hibernode/data/placeholder.c", "requirements.lock", "pyproject.toml"):
+    read = (
+        "scripts/modelexpress.lock",
+        "agent/hibernode/data/placeholder.c",
+        "requirements.lock",
+        "pyproject.toml",
+    )
+    for name in (*scripts, *read):
         shutil.copy2(ROOT / name, root / name)
     (tmp_path / "bin").mkdir()
     for name, text in (("python3.99", PYTHON), ("criu", "#!/bin/sh\necho 'Version: 4.2'\n")):

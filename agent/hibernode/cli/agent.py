@@ -47,6 +47,10 @@ def _status(status: dict[str, Any]) -> str:
         for entry in status["stuck"]
     ]
     lines += _gpu(status.get("gpu") or {"nvml": "unknown"})
+    if (metadata := status.get("metadata")) is not None:
+        records = ", ".join(f"{count} {name}" for name, count in metadata["records"].items()) or "no records"
+        state = records if metadata["ready"] else "not ready"
+        lines.append(f"metadata   {metadata['socket']} ({metadata['backend']}): {state}")
     lines.append(f"failure    {status['lastFailure'] or 'none'}")
     return "\n".join(lines)
 

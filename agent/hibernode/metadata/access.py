@@ -26,6 +26,7 @@ from hibernode.discovery.container_look import pid_namespace
 from hibernode.discovery.container_ref import ContainerRef, container_ref, parse_path
 from hibernode.errors import RefusedError
 from hibernode.host import cgroups, linux
+from hibernode.host.procfs import ProcessKey, read_stat
 from hibernode.listen import peer
 from hibernode.metadata.records import PodRef, SourceInstance
 
@@ -51,13 +52,15 @@ class Caller:
     """Who is at the other end.
 
     ``key`` is what its records belong to. ``pod_uid`` is empty outside of pods. ``address`` is its IP address
-    where it came by TCP. ``pod`` is its pod with name and namespace, where a token tells.
+    where it came by TCP. ``pod`` is its pod with name and namespace, where a token tells. ``process`` is the
+    one that connected the Unix socket: when it ends, so has the worker.
     """
 
     key: str
     pod_uid: str = ""
     address: str = ""
     pod: PodRef | None = None
+    process: ProcessKey | None = None
 
     @property
     def on_node(self) -> bool:
@@ -111,6 +114,7 @@ def by_credentials(sock: socket.socket) -> Caller:
     fd = _hold(sock, pid)
     try:
         key, pod_uid = _place(pid, uid)
+        process = read_stat(pid).key
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         if poll.poll(0):  # it lives now, so the pid was its own while /proc was read
@@ -119,7 +123,7 @@ def by_credentials(sock: socket.socket) -> Caller:
         raise _gone(pid) from None
     finally:
         os.close(fd)
-    return Caller(key, pod_uid)
+    return Caller(key, pod_uid, process=process)
 
 
 def _hold(sock: socket.socket, pid: int) -> int:
@@ -194,7 +198,7 @@ class Gate:
         self._reviewer, self._accounts, self._keep_names = reviewer, frozenset(accounts), keep_names
         self._tokens: OrderedDict[str, tuple[float, Reviewed | None]] = OrderedDict()
         self._asking: dict[str, asyncio.Future[Reviewed | None]] = {}
-        self._claims: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._claims: OrderedDict[tuple[str, str], Caller] = OrderedDict()
 
     async def admit(self, caller: Caller, authorization: str) -> Caller | None:
         """Let a caller in, or return None: it has to bring a good token.
@@ -270,7 +274,7 @@ class Gate:
 
     def claim(self, caller: Caller, key: tuple[str, str]) -> None:
         """Remember who published a record."""
-        self._claims[key] = caller.key
+        self._claims[key] = caller
         self._claims.move_to_end(key)
         while len(self._claims) > MAX_CLAIMS:
             self._claims.popitem(last=False)
@@ -279,7 +283,12 @@ class Gate:
         """Return whose a record is; empty when nobody knows."""
         if standing is not None and standing.owner is not None:
             return standing.owner.uid
-        return self._claims.get(key, "")
+        claimed = self._claims.get(key)
+        return claimed.key if claimed else ""
+
+    def publisher(self, key: tuple[str, str]) -> Caller | None:
+        """Return who published a record, if that was since this agent started."""
+        return self._claims.get(key)
 
 
 def _shown(text: str) -> str:

@@ -137,10 +137,12 @@ class MetadataPart:
             ) from error
         await self._grpc.start()
         self._front.listen(self._lock.listen(), by_credentials)
-        for sock in await tcp_sockets(found.listen, "metadata.listen") if found.listen else []:
+        bound = await tcp_sockets(found.listen, "metadata.listen") if found.listen else []
+        for sock in bound:
             host, port = sock.getsockname()[:2]
             if self._reviewer is None and not is_loopback(host):
-                sock.close()
+                for each in bound:
+                    each.close()
                 raise UsageError(
                     f"metadata.listen: {host}:{port} is open to other machines, and nothing tells who calls",
                     remedy="set metadata.tokens=true, or listen on 127.0.0.1",
@@ -178,6 +180,7 @@ class MetadataPart:
             await self.backend.close()
         if self._api is not None:
             await self._api.close()
+        self.backend = self._grpc = self._service = self._api = None
         self._lock.release()
         self.addresses.clear()
 

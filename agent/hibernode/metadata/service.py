@@ -37,7 +37,15 @@ from hibernode.metadata.locality import Node, Places, is_local, prefer
 from hibernode.metadata.meter import Meter
 from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
 from hibernode.metadata.times import MS
-from hibernode.metadata.wire import P2P, found_now, identity_of, reference_message, status_of, worker_of
+from hibernode.metadata.wire import (
+    P2P,
+    check_fields,
+    found_now,
+    identity_of,
+    reference_message,
+    status_of,
+    worker_of,
+)
 
 log = logging.getLogger("hibernode.metadata")
 
@@ -46,6 +54,12 @@ CHANGES: Final = proto.load("changes")
 HEALTH: Final = proto.load("health")
 HEALTH_SECONDS: Final = 1.0
 """Period in which a watcher of our health sees that it changed."""
+
+SMALL: Final = 256 << 10
+"""Bytes of a message that is decoded at once: what may come of it is 10 MiB at most."""
+
+LARGE: Final = 2
+"""Publications larger than that in work at one time."""
 
 _Code = grpc.StatusCode
 _CODES: Final[tuple[tuple[type[HibernodeError], grpc.StatusCode], ...]] = (
@@ -91,6 +105,7 @@ class Service:
         self._backend, self._gate, self._places, self._blobs = backend, gate, places, blobs
         self._meter, self._caller, self._rules, self._clock = meter, caller, rules, clock
         self._working, self._watching = Counter[str](), Counter[str]()
+        self._large = asyncio.Semaphore(LARGE)
         self.ready = False
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
@@ -144,7 +159,15 @@ class Service:
                 try:
                     async with asyncio.timeout(self._seconds_for(context)):
                         admitted = await self._admit(caller, context)
-                        good, sent = await work(_decode(method.request, data), admitted)
+                        if len(data) <= SMALL:
+                            good, sent = await work(_decode(method.request, data), admitted)
+                        elif name != "PublishMetadata":
+                            raise TooLargeError(f"a {name} of {len(data)} bytes")
+                        else:
+                            async with self._large:
+                                await asyncio.to_thread(check_fields, data)
+                                request = await asyncio.to_thread(_decode, method.request, data)
+                                good, sent = await work(request, admitted)
                 finally:
                     _end(self._working, caller)
                 result = "ok" if good else "rejected"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, Final
 
-from hibernode.errors import TooLargeError
+from hibernode.errors import InvalidArgumentError, TooLargeError
+from hibernode.host import protobuf
 from hibernode.metadata import proto
 from hibernode.metadata.nixl_blob import MAX_BLOB_BYTES
 from hibernode.metadata.records import (
@@ -23,6 +24,21 @@ from hibernode.metadata.records import (
 P2P: Final = proto.load("p2p")
 _IDENTITY: Final = tuple(field.name for field in fields(SourceIdentity))
 _ARTIFACT: Final = tuple(field.name for field in fields(ArtifactSource))
+_PUBLISHED: Final[protobuf.Table] = {
+    "identity": (1, {"extra_parameters": (10, {})}),
+    "worker": (
+        2,
+        {"tensors": (3, {}), "topology": (11, {}), "tensor_source": (20, {"tensors": (1, {})})},
+    ),
+}
+"""What in a publication may come in any number."""
+
+MAX_FIELDS: Final = 1 << 20
+"""Of a publication: an empty tensor takes two bytes of a message, and 80 once it is decoded."""
+
+MAX_TENSORS: Final = 1 << 17
+"""Of one worker over the wire; real ones have some ten thousand at most."""
+
 _STATUSES: Final = frozenset(int(status) for status in SourceStatus)
 _PLAIN: Final = ("metadata_endpoint", "agent_name", "worker_grpc_endpoint", "accelerator")
 
@@ -43,8 +59,27 @@ def status_of(number: int) -> SourceStatus | None:
     return SourceStatus(number) if number in _STATUSES else None
 
 
+def check_fields(data: bytes) -> None:
+    """Refuse a publication that would become many times as large in memory, before it is decoded.
+
+    :raises TooLargeError: it has too many fields.
+    :raises InvalidArgumentError: it is no publication.
+    """
+    try:
+        protobuf.decode(_PUBLISHED, data, MAX_FIELDS)
+    except ValueError as error:
+        if f"more than {MAX_FIELDS} fields" in str(error):
+            raise TooLargeError(f"the message has {error}", remedy="publish fewer tensors") from None
+        raise InvalidArgumentError(f"the message cannot be decoded: {error}") from None
+
+
 def tensors_of(messages: Any) -> tuple[TensorDescriptor, ...]:
-    """Read tensors."""
+    """Read tensors.
+
+    :raises TooLargeError: more than any worker has.
+    """
+    if len(messages) > MAX_TENSORS:
+        raise TooLargeError(f"the worker has {len(messages)} tensors, more than {MAX_TENSORS}")
     return tuple(TensorDescriptor(one.name, one.addr, one.size, one.device_id, one.dtype) for one in messages)
 
 
