@@ -26,9 +26,10 @@ from hibernode.discovery.container_look import pid_namespace
 from hibernode.discovery.container_ref import ContainerRef, container_ref, parse_path
 from hibernode.errors import RefusedError
 from hibernode.host import cgroups, linux
-from hibernode.host.procfs import ProcessKey, read_stat
+from hibernode.host.procfs import read_stat
 from hibernode.listen import peer
 from hibernode.metadata.records import PodRef, SourceInstance
+from hibernode.workload import ProcessKey
 
 SO_PEERPIDFD: Final = 77
 """<asm-generic/socket.h>, since Linux 6.5; Python has no name for it yet."""
