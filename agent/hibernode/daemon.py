@@ -102,6 +102,8 @@ class Agent:
             from hibernode.metadata.part import MetadataPart  # noqa: PLC0415 - protobuf and gRPC come with it
 
             self.metadata = MetadataPart(settings, self.metrics.registry)
+            self.health.add(Check("metadata", self.metadata.check, required=False))
+            self.metrics.add_collector("metadata", self.metadata.reading)
         self.queue = Jobs(settings.checkpoint.concurrency, settings.checkpoint.queue_limit)
         self.watcher = DirectoryWatcher(settings.signals.path, settings.signals, self._changed)
         enter = self.queue.enter
@@ -410,9 +412,6 @@ class Agent:
         for check in health_checks(lambda: self.gpus.snapshot):
             self.health.add(check)
         self.metrics.add_collector("gpu", lambda: gpu_metrics(self.gpus.snapshot))
-        if self.metadata is not None:
-            self.health.add(Check("metadata", self.metadata.check, required=False))
-            self.metrics.add_collector("metadata", self.metadata.reading)
         self.metrics.add_collector("jobs", self._read_jobs)
         self.metrics.add_collector("watch", self._read_watch)
         self.metrics.add_collector(
