@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,7 +131,7 @@ async def sqlite_store(folder: Path) -> AsyncIterator[Store]:
 
 
 def kube_backend(
-    url: str, clock: Clock, *, total: float = 30.0, call: float = 10.0, max_age: float = 90.0
+    url: str, clock: Callable[[], int], *, total: float = 30.0, call: float = 10.0, max_age: float = 90.0
 ) -> KubernetesBackend:
     """Make a backend for the server at ``url``."""
     api = KubeApi(Configuration(host=url), call_seconds=call, total_seconds=total)

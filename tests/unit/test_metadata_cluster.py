@@ -1,0 +1,69 @@
+"""The metadata service over records in a cluster, and what it knows of this machine's pods."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from hibernode.metadata.locality import reachable, survey
+from tests.unit.cgroup_kit import Cgroups, _cgroup_kit, box, container_id, pod_uid  # noqa: F401 - a fixture
+from tests.unit.kube_fake import FakeKube, Fault
+from tests.unit.metadata_kit import kube_backend
+from tests.unit.service_kit import CODE, READY, A, B, pod, refused, serving
+
+NAMES: dict[str, Any] = {"pod_uid": A, "pod_name": "decode-0", "pod_namespace": "ns"}
+
+
+async def test_in_a_cluster_a_record_belongs_to_its_pods_object() -> None:
+    """The owner outlives the agent; a pod that tells no name is remembered, and no owner is made up."""
+    async with FakeKube() as kube:
+        async with serving(backend=kube_backend(kube.url, time.time_ns, total=1.0)) as service:
+            async with service.client(pod(A)) as worker:
+                source = await worker.publish("named", **NAMES)
+                await worker.publish("nameless", 1)
+            async with service.client(pod(B)) as stranger:
+                for name, rank in (("named", 0), ("nameless", 1)):
+                    assert (await refused(stranger.status(source, name, rank)))[0] is CODE.PERMISSION_DENIED
+                assert len(await stranger.list(status_filter=READY)) == 2
+                assert (await stranger.get(source, "named")).worker.tensors
+        owners = {
+            name: kube.get("modelmetadatas", f"mx-source-{source}-{name}")["metadata"].get(
+                "ownerReferences", []
+            )
+            for name in ("named", "nameless")
+        }
+        assert [one["uid"] for one in owners["named"]] == [A]
+        assert owners["nameless"] == []
+        async with serving(backend=kube_backend(kube.url, time.time_ns, total=1.0)) as service:
+            async with service.client(pod(B)) as stranger:
+                assert (await refused(stranger.status(source, "named")))[0] is CODE.PERMISSION_DENIED
+            async with service.client(pod(A)) as worker:
+                assert (await worker.status(source, "nameless", 1)).success
+                assert (await worker.status(source, "named")).success
+
+
+async def test_an_api_server_that_is_down_is_unavailable_and_comes_back() -> None:
+    """A publication that cannot be written is no success, and no empty answer."""
+    async with FakeKube() as kube:
+        backend = kube_backend(kube.url, time.time_ns, total=1.0)
+        async with serving(backend=backend) as service, service.client(pod(A)) as worker:
+            source = await worker.publish("w0", **NAMES)
+            down = Fault(503)
+            kube.faults.append(lambda *_: down)
+            assert (await refused(worker.publish("w1", 1, **NAMES)))[0] is CODE.UNAVAILABLE
+            assert (await refused(worker.status(source, "w0")))[0] is CODE.UNAVAILABLE
+            assert len(await worker.list(status_filter=READY)) == 1  # the watched list still stands
+            kube.faults.clear()
+            assert (await worker.status(source, "w0")).success
+
+
+def test_a_pod_of_this_machine_is_found_with_its_addresses(cgroup_kit: Cgroups) -> None:
+    """By its cgroup; one that shares the node's network is at the node's addresses."""
+    uid = pod_uid()
+    with box(cgroup_kit.joins(f"kubepods/burstable/pod{uid}/{container_id()}")) as pid:
+        node = survey("here")
+        assert os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
+        assert node.pods[uid] == node.addresses
+        assert reachable(uid, "127.0.0.1", node)
+    assert uid not in survey("here").pods
