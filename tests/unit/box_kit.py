@@ -63,7 +63,7 @@ def box(root: Path, script: str = "", *, kinds: int = KINDS, more: Sequence[str]
         # Either of the two processes may be the first to write.
         pid, word = sorted(process.stdout.readline() for _ in range(2))
         try:
-            assert word == b"ready\n"
+            assert word == b"ready\n", (pid, word, process.poll())
             yield int(pid)
         finally:
             process.communicate()
