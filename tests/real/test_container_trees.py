@@ -81,6 +81,26 @@ def test_a_tree_lives_on(place: Place, what: str) -> None:
     assert waiting.wait() == 3
 
 
+def test_a_process_that_a_signal_had_stopped_stays_so(place: Place) -> None:
+    """It would not answer CRIU while its cgroup is frozen too; the others go on, and it does when told to."""
+    id_ = place.node.new_id()
+    box = place.start(id_, "--tree")
+    before = box.counts_on()
+    stopped = descendants(box.pid)[-1]
+    inside = inner_pid(stopped)
+    os.kill(stopped, signal.SIGSTOP)
+    until("stop", lambda: state_letter(stopped) == "T")
+    place.freeze(box)
+    waiting = place.placeholder(id_)
+    place.thaw(id_, waiting)
+    after = waiting.counts_on()
+    assert after["pids"] == before["pids"]
+    (back,) = (pid for pid in descendants(waiting.pid) if inner_pid(pid) == inside)
+    assert state_letter(back) == "T"
+    os.kill(back, signal.SIGCONT)
+    until("the process to go on", lambda: state_letter(back) in "SR")
+
+
 BARE = ("--state", "/state.json", "--exit-file", "/exit-code", "--shm", "/shared")
 
 

@@ -109,8 +109,9 @@ def usable_freezer(pid: int, tree: Collection[int]) -> tuple[Freezer | None, Fin
     """Find the freezer of process ``pid`` if it freezes exactly the processes ``tree``; else say why not.
 
     A freezer that holds others would stop them too, and one that does not hold all makes CRIU wait for
-    those that it does not stop. Zombies in ``tree`` do not count. Without a freezer CRIU stops a tree by
-    ptrace alone, so that nothing is lost: the verdict is then SKIP.
+    those that it does not stop. One that a signal has stopped does not answer CRIU while it is frozen too.
+    Zombies in ``tree`` do not count. Without a freezer CRIU stops a tree by ptrace alone, so that nothing is
+    lost: the verdict is then SKIP.
 
     :raises ProcessLookupError: the process is gone or ending.
     """
@@ -125,17 +126,35 @@ def usable_freezer(pid: int, tree: Collection[int]) -> tuple[Freezer | None, Fin
         return None, _no_freezer("a freezer that can be read", str(error), "FreezerUnreadable")
     if found is None:
         return None, _no_freezer("a cgroup with a freezer", "none, or the root cgroup", "NoFreezer")
-    others = held - set(tree)
-    if others:
-        who = f"{found.directory} holds others too: {_named(others)}"
-        return None, _no_freezer("a freezer of this tree alone", who, "SharedFreezer")
-    outside = {each for each in set(tree) - held if _lives(each)}
-    if outside:
-        who = f"{found.directory} does not hold {_named(outside)}"
-        return None, _no_freezer("a freezer that holds the whole tree", who, "PartialFreezer")
+    unfit = _unfit(found, held, tree)
+    if unfit is not None:
+        return None, _no_freezer(*unfit)
     return found, Finding(
         "tree.freezer", Verdict.OK, "a freezer of this tree alone", f"{found.directory} (v{found.version})"
     )
+
+
+def _unfit(found: Freezer, held: Collection[int], tree: Collection[int]) -> tuple[str, str, str] | None:
+    """Say why a freezer does not fit: what was expected, what was found, and the reason; None if it does."""
+    states = {pid: _state(pid) for pid in tree}
+    others = set(held) - states.keys()
+    if others:
+        return (
+            "a freezer of this tree alone",
+            f"{found.directory} holds others too: {_named(others)}",
+            "SharedFreezer",
+        )
+    outside = {pid for pid, state in states.items() if pid not in held and state not in "ZX"}
+    if outside:
+        return (
+            "a freezer that holds the whole tree",
+            f"{found.directory} does not hold {_named(outside)}",
+            "PartialFreezer",
+        )
+    stopped = {pid for pid, state in states.items() if state == "T"}
+    if stopped:
+        return "a tree of which nothing is stopped", f"{_named(stopped)} stopped by a signal", "StoppedTask"
+    return None
 
 
 def _no_freezer(expected: str, found: str, reason: str) -> Finding:
@@ -143,11 +162,11 @@ def _no_freezer(expected: str, found: str, reason: str) -> Finding:
     return Finding("tree.freezer", Verdict.SKIP, expected, found, remedy, reason)
 
 
-def _lives(pid: int) -> bool:
+def _state(pid: int) -> str:
     try:
-        return procfs.read_stat(pid).state not in "ZX"
+        return procfs.read_stat(pid).state
     except ProcessLookupError:
-        return False
+        return "X"
 
 
 def _named(pids: Collection[int]) -> str:
