@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeVar
@@ -21,9 +22,12 @@ from hibernode.errors import RefusedError
 from hibernode.text import printable
 from hibernode.workload import ERA_A1, CheckpointId, Finding, Verdict
 
+SETTLING: Final = frozenset((PIDS_CHECK, "restore.ptrace"))
+"""What processes that are ending can be the only reason for."""
+
 PID_TRIES: Final = 40
 PID_SECONDS: Final = 0.05
-"""Two seconds in all for the pids to become free: a worker that was told to end needs that long at most."""
+"""Two seconds in all: a worker that was told to end needs that long at most."""
 
 
 T = TypeVar("T")
@@ -65,12 +69,20 @@ def _compared(
 async def settled_findings(
     manifest: Manifest, criu: Criu, request: RestoreRequest, target: Target | None, *, strict: bool
 ) -> list[Finding]:
-    """Compare, and give the dumped worker a moment to be gone: who asks at once finds it ending."""
+    """Compare, and give what is ending a moment to be gone.
+
+    It is the dumped worker where one asks at once, and the CRIU of a restore that was killed.
+    """
     for _ in range(PID_TRIES):
         rows = await findings(manifest, criu, request, target, strict=strict)
-        if [row.check for row in rows if row.verdict is Verdict.FAIL] != [PIDS_CHECK]:
+        failed = {row.check for row in rows if row.verdict is Verdict.FAIL}
+        if not failed or not failed <= SETTLING:
             break
         await asyncio.sleep(PID_SECONDS)
+        if target is not None:
+            again = partial(targets.capabilities, target.container, target.process.pid)
+            now = await look(again, owner_of(target.process.pid))
+            target = dataclasses.replace(target, capabilities=now)
     return rows
 
 

@@ -24,6 +24,9 @@ log = logging.getLogger("hibernode.worker")
 SETTLE_SECONDS: Final = 5.0
 """A task that CRIU had stopped runs again within milliseconds of CRIU's end; a busy node takes longer."""
 
+GONE_SECONDS: Final = 5.0
+"""What was killed is gone within milliseconds; who waits for a disk that hangs is not waited for."""
+
 MAX_PIDS: Final = 1 << 22
 """PID_MAX_LIMIT of linux/threads.h: no pid is as large."""
 
@@ -130,7 +133,7 @@ def settle_from_note(journal: dict[str, Any]) -> bool:
 
 
 def end_since(pids: Iterable[int], began: float, spared: Callable[[], Collection[int]] = tuple) -> list[int]:
-    """Kill those of the processes ``pids`` that started after ``began``, in seconds since 1970; returns them.
+    """End those of the processes ``pids`` that started after ``began``, in seconds since 1970; returns them.
 
     Each is held by its pidfd before its start is looked at, so that no later process with its number is
     meant. ``spared`` is asked for pids to leave alone when all of them are held.
@@ -149,4 +152,10 @@ def end_since(pids: Iterable[int], began: float, spared: Callable[[], Collection
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGKILL)
                     ended.append(process.pid)
+        deadline = time.monotonic() + GONE_SECONDS
+        while any(process.alive() for process in young if process.pid in ended):
+            if time.monotonic() > deadline:
+                log.error("killed and not gone within %g s: pids %s", GONE_SECONDS, ended)
+                break
+            time.sleep(0.005)
     return ended

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,19 @@ def test_rights_are_those_of_all_who_see_its_pids() -> None:
         with sleeping(*enter, *WITH, "-all,+sys_ptrace") as other:
             assert other not in [stat.pid for stat in procfs.tree(pid)]
             assert targets.capabilities(container, pid) == 1 << 5 | 1 << 19
+        assert targets.capabilities(container, pid) == 1 << 5
+
+
+def test_who_has_ended_has_no_rights() -> None:
+    """An init that reaps nobody keeps zombies, which show what they once had."""
+    leave = "import os, sys; os.fork() or os._exit(0); os.execvp(sys.argv[1], sys.argv[1:])"
+    command = ("unshare", "--pid", "--fork", sys.executable, "-c", leave, *WITH, "-all,+kill")
+    with sleeping(*command) as pid, Process.open(pid) as process:
+        (zombie,) = (stat.pid for stat in procfs.tree(pid) if stat.pid != pid)
+        assert procfs.read_status(zombie).capabilities != 1 << 5
+        container = Container(ContainerRef("x"), process.key, "sleep", 1, 2)
+        while procfs.read_stat(zombie).state != "Z":
+            pass
         assert targets.capabilities(container, pid) == 1 << 5
 
 

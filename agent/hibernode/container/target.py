@@ -112,7 +112,8 @@ def capabilities(container: Container, pid: int) -> int:
         with contextlib.suppress(OSError):  # it has ended
             if pid_namespace(each) in inside:
                 for tid in procfs.threads(each):
-                    found |= procfs.read_status(each, tid).capabilities
+                    if procfs.read_stat(each, tid).state not in "ZX":
+                        found |= procfs.read_status(each, tid).capabilities
     return found
 
 
