@@ -93,3 +93,10 @@ def test_tests_that_the_table_of_defects_names_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "metadata.md").read_text()))
     sources = "".join(path.read_text() for path in (ROOT / "tests" / "unit").glob("*metadata*.py"))
     assert named - set(re.findall(r"def (test_\w+)", sources)) == set()
+
+
+def test_the_readme_leads_to_every_document() -> None:
+    """Who has found the README finds the rest."""
+    readme = (ROOT / "README.md").read_text()
+    missing = [path.name for path in DOCUMENTS[1:] if f"](docs/{path.name})" not in readme]
+    assert missing == []
