@@ -262,14 +262,18 @@ class Kube:
         assert answer.status == 201, answer
         return answer
 
-    def client(self, token: str | None = None) -> ApiClient:
-        """Give a client of the administrator, or of whoever has the token; close it (async with)."""
+    def configuration(self, token: str | None = None) -> Configuration:
+        """Tell a client who it is: the administrator, or whoever has the token."""
         configuration = Configuration(host=self.url, ssl_ca_cert=str(self.authority.crt))
         if token is None:
             configuration.cert_file, configuration.key_file = self.pair("admin")
         else:
             configuration.api_key["BearerToken"] = f"Bearer {token}"
-        return ApiClient(configuration)
+        return configuration
+
+    def client(self, token: str | None = None) -> ApiClient:
+        """Give a client of the administrator, or of whoever has the token; close it (async with)."""
+        return ApiClient(self.configuration(token))
 
     def namespace(self, name: str) -> str:
         """Make a namespace; it goes with the server."""
