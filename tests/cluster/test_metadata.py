@@ -15,6 +15,8 @@ from hibernode.errors import UnavailableError
 from hibernode.metadata.backend import ChangeKind
 from hibernode.metadata.backends.kube_api import KubeApi
 from hibernode.metadata.backends.kubernetes import KubernetesBackend
+from hibernode.metadata.lease import Lease
+from hibernode.metadata.reaper import Reaped, Reaper
 from hibernode.metadata.records import SourceStatus
 from tests.cluster.kube import Kube
 from tests.real import node
@@ -84,6 +86,42 @@ def test_the_role_grants_no_more_than_the_docs_say(kube, namespace, token):
     assert kube.request("PUT", f"{configmaps}/theirs", {}, token=token).status == 403
     elsewhere = "/apis/modelexpress.nvidia.com/v1alpha1/namespaces/default/modelmetadatas"
     assert kube.request("GET", elsewhere, token=token).status == 403
+
+
+async def test_the_role_lets_one_reaper_have_the_lease(kube: Kube, namespace: str, token: str) -> None:
+    """It makes, renews, gives back and takes it; the other does not get it meanwhile."""
+    apis = [KubeApi(kube.configuration(token), call_seconds=20.0, total_seconds=60.0) for _ in range(2)]
+    first, second = (Lease(api, namespace, f"agent-{number}") for number, api in enumerate(apis))
+    assert await first.ask()
+    assert await first.ask()
+    assert not await second.ask()
+    await first.release()
+    assert await second.ask()
+    assert not await first.ask()
+    for api in apis:
+        await api.close()
+
+
+async def test_the_reaper_works_with_the_role(store: Store) -> None:
+    """It marks, and removes with preconditions."""
+    await ready(store, "w0")
+    await ready(store, "w1")
+    reaper = Reaper(store.backend, owner_lives=lambda _: False, clock=store.clock)
+    store.clock.forward(91)
+    assert await reaper.scan() == Reaped(marked=2)
+    store.clock.forward(3500)
+    assert await store.other.update_status(BASE_ID, "w1", 0, SourceStatus.READY, store.clock.ms)
+
+    async def heard() -> bool:
+        return {one.status for one in await store.backend.list_workers()} == {
+            SourceStatus.READY,
+            SourceStatus.STALE,
+        }
+
+    await until(heard)
+    store.clock.forward(101)
+    assert (await reaper.scan()).removed == 1
+    assert [one.worker_id for one in await store.backend.list_workers()] == ["w1"]
 
 
 async def test_nothing_is_lost_while_the_api_server_is_away(kube: Kube, namespace: str, token: str) -> None:

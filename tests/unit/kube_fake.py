@@ -1,4 +1,4 @@
-"""An API server in this process: real HTTP on loopback, for ModelMetadata objects and ConfigMaps only.
+"""An API server in this process: real HTTP on loopback, for ModelMetadata objects, ConfigMaps and Leases.
 
 It keeps what clients have to reckon with: resource versions, 409, 410 and 422, merge patches, the status
 subresource, label selectors, pages, watches with bookmarks, preconditions, the CRD's schema (defaults,
@@ -25,6 +25,7 @@ CRD = yaml.safe_load((Path(__file__).parents[2] / "daemonset/crds/modelmetadata.
 SCHEMA = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 OBJECTS = "modelmetadatas"
 CONFIGMAPS = "configmaps"
+LEASES = "leases"
 CONFIGMAP_LIMIT = 1 << 20
 ETCD_LIMIT = 1_572_864
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -176,8 +177,8 @@ class FakeKube:
 
     def _answer(self, request: web.Request, body: Any) -> tuple[int, dict[str, Any]]:
         match = re.fullmatch(
-            r"/(?:api/v1|apis/modelexpress\.nvidia\.com/v1alpha1)/namespaces/([^/]+)/"
-            r"(configmaps|modelmetadatas)(?:/([^/]+))?(/status)?",
+            r"/(?:api/v1|apis/modelexpress\.nvidia\.com/v1alpha1|apis/coordination\.k8s\.io/v1)"
+            r"/namespaces/([^/]+)/(configmaps|modelmetadatas|leases)(?:/([^/]+))?(/status)?",
             request.path,
         )
         if match is None:
@@ -194,6 +195,8 @@ class FakeKube:
         if request.method == "DELETE":
             self._delete(namespace, kind, name, body or {})
             return 200, {"kind": "Status", "status": "Success"}
+        if request.method == "PUT":
+            return 200, self._replace(namespace, kind, name, body)
         assert request.method == "PATCH", request.method
         assert request.content_type == "application/merge-patch+json", request.content_type
         return 200, self._patch(namespace, kind, name, body, status_only=bool(sub))
@@ -295,6 +298,14 @@ class FakeKube:
             return old
         return self._store(namespace, kind, new, "MODIFIED")
 
+    def _replace(self, namespace: str, kind: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        assert kind == LEASES, kind
+        old, new = self.objects[namespace, kind, name], copy.deepcopy(body)
+        for key in ("resourceVersion", "uid"):
+            if new["metadata"].get(key) != old["metadata"][key]:
+                raise StatusError(409, "Conflict", "the object has been modified")
+        return self._store(namespace, kind, self._admit(kind, new), "MODIFIED")
+
     def _delete(self, namespace: str, kind: str, name: str, body: dict[str, Any]) -> None:
         metadata = self.objects[namespace, kind, name]["metadata"]
         for key, value in (body.get("preconditions") or {}).items():
@@ -317,7 +328,7 @@ class FakeKube:
             size += sum(len(base64.b64decode(text)) for text in (raw.get("binaryData") or {}).values())
             if size > CONFIGMAP_LIMIT:
                 raise StatusError(422, "Invalid", "data: Too long: must have at most 1048576 bytes")
-        else:
+        elif kind == OBJECTS:
             parts = {key: raw[key] for key in ("spec", "status") if key in raw}
             raw = {**raw, **shape(parts, SCHEMA, "")}
         if len(json.dumps(raw)) > ETCD_LIMIT * (1 if kind == OBJECTS else 2):

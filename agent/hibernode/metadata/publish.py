@@ -48,6 +48,11 @@ def superseded(stored: int, updated_at: int, now: int) -> bool:
     return updated_at < stored <= now // MS + MAX_SKEW_MS
 
 
+def acceptable(stored: int, now: int) -> int:
+    """Give the time (ms) for a status of ``now`` (ns) that what is ``stored`` (ms) does not supersede."""
+    return stored if superseded(stored, now // MS, now) else now // MS
+
+
 def check_rank(found: SourceInstance, rank: int) -> None:
     """Refuse a status for another rank than the record's."""
     if found.rank != rank:
