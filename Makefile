@@ -19,7 +19,7 @@ demo: setup ## Freeze a warm worker and bring it back to life
 	@$(BIN)/python scripts/demo.py $(ARGS)
 
 test: setup ## Run the tests (ARGS="-k word" to choose)
-	@$(BIN)/python -m pytest -n 3 -m "not cluster and not bench" $(ARGS)
+	@$(BIN)/python -m pytest -n 4 -m "not cluster and not bench" $(ARGS)
 
 test-cluster: cluster-tools ## Run the tests that need a real API server (ARGS as above)
 	@$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
