@@ -318,6 +318,8 @@ async def test_a_storm_of_xids_is_counted_and_told_once(stub: Stub, make: Make, 
     service = make(watch_events=True, fatal_xids="48, 79")
     await service.poll()
     await until(lambda: counts(service.snapshot) == {(uuid(0), "xid", 79): 20_000, (uuid(0), "xid", 48): 1})
+    # Told is after counted, by another thread.
+    await until(lambda: len(told.events) == 2)
     assert told.reasons() == ["GpuXidFatal", "GpuXidFatal"]
     assert [text.split("XID ")[1].split(",")[0] for _, _, text in told.events] == ["79", "48"]
     assert await health_of(service.snapshot) is State.DEGRADED
