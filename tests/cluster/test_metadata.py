@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from hibernode.errors import UnavailableError
+from hibernode.kube.api import KubeApi
+from hibernode.kube.lease import Lease
 from hibernode.metadata.backend import ChangeKind
-from hibernode.metadata.backends.kube_api import KubeApi
 from hibernode.metadata.backends.kubernetes import KubernetesBackend
-from hibernode.metadata.lease import Lease
-from hibernode.metadata.reaper import Reaped, Reaper
+from hibernode.metadata.reaper import LEASE, Reaped, Reaper
 from hibernode.metadata.records import SourceStatus
 from tests.cluster.kube import Kube
 from tests.real import node
@@ -91,7 +91,7 @@ def test_the_role_grants_no_more_than_the_docs_say(kube, namespace, token):
 async def test_the_role_lets_one_reaper_have_the_lease(kube: Kube, namespace: str, token: str) -> None:
     """It makes, renews, gives back and takes it; the other does not get it meanwhile."""
     apis = [KubeApi(kube.configuration(token), call_seconds=20.0, total_seconds=60.0) for _ in range(2)]
-    first, second = (Lease(api, namespace, f"agent-{number}") for number, api in enumerate(apis))
+    first, second = (Lease(api, namespace, LEASE, f"agent-{number}") for number, api in enumerate(apis))
     assert await first.ask()
     assert await first.ask()
     assert not await second.ask()

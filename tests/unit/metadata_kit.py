@@ -11,8 +11,8 @@ from typing import Any
 
 from kubernetes.aio.client import Configuration
 
+from hibernode.kube.api import KubeApi
 from hibernode.metadata.backend import MetadataBackend
-from hibernode.metadata.backends.kube_api import KubeApi
 from hibernode.metadata.backends.kubernetes import KubernetesBackend
 from hibernode.metadata.backends.sqlite import SqliteBackend
 from hibernode.metadata.identity import mx_source_id

@@ -15,8 +15,8 @@ import pytest
 from kubernetes.aio.client import Configuration
 
 from hibernode.errors import ConflictError, IntegrityError, TooLargeError, UnavailableError
+from hibernode.kube.api import KubeApi, load_configuration
 from hibernode.metadata.backend import ChangeKind, WorkerQuery
-from hibernode.metadata.backends.kube_api import KubeApi, load_configuration
 from hibernode.metadata.backends.kubernetes import KubernetesBackend
 from hibernode.metadata.identity import identity_text
 from hibernode.metadata.mapping import ANNOTATION_IDENTITY, LABEL_SOURCE, LABEL_WORKER

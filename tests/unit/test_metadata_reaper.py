@@ -12,9 +12,9 @@ import pytest
 from kubernetes.aio.client import Configuration
 
 from hibernode.errors import UnavailableError
-from hibernode.metadata.backends.kube_api import KubeApi
-from hibernode.metadata.lease import NAME, Lease
-from hibernode.metadata.reaper import Limits, Reaped, Reaper, Verdict, decide
+from hibernode.kube.api import KubeApi
+from hibernode.kube.lease import Lease
+from hibernode.metadata.reaper import LEASE, Limits, Reaped, Reaper, Verdict, decide
 from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
 from tests.unit.kube_fake import LEASES, OBJECTS, FakeKube, Fault
 from tests.unit.metadata_kit import (
@@ -305,7 +305,7 @@ def seconds() -> Seconds:
 def leases(apis: list[KubeApi], seconds: Seconds) -> list[Lease]:
     """Give each agent its own view of the lease."""
     return [
-        Lease(api, "ns", f"agent-{number}", seconds=90, clock=seconds, wall=Clock())
+        Lease(api, "ns", LEASE, f"agent-{number}", seconds=90, clock=seconds, wall=Clock())
         for number, api in enumerate(apis)
     ]
 
@@ -333,7 +333,7 @@ async def test_the_lease_is_taken_over_after_its_time_and_never_held_by_two(
     assert await second.ask()
     assert (first.left(), second.left()) == (0.0, 60.0)
     assert not await first.ask()
-    spec = fake.get(LEASES, NAME)["spec"]
+    spec = fake.get(LEASES, LEASE)["spec"]
     assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("agent-1", 1)
     assert spec["renewTime"] == "2026-09-21T14:13:20.123456Z"
 
@@ -343,7 +343,7 @@ async def test_two_who_ask_at_once_are_not_both_told_yes(fake: FakeKube, leases:
     assert sorted(await asyncio.gather(*(one.ask() for one in leases))) == [False, True]
     for one in leases:
         await one.release()
-    assert fake.get(LEASES, NAME)["spec"]["holderIdentity"] == ""
+    assert fake.get(LEASES, LEASE)["spec"]["holderIdentity"] == ""
     assert sorted(await asyncio.gather(*(one.ask() for one in leases))) == [False, True]
 
 
@@ -384,7 +384,7 @@ async def test_an_odd_lease_is_taken_in_the_end(
     fake: FakeKube, leases: list[Lease], seconds: Seconds, spec: Any
 ) -> None:
     """Whoever wrote it."""
-    fake.put(LEASES, {"metadata": {"name": NAME}, "spec": spec})
+    fake.put(LEASES, {"metadata": {"name": LEASE}, "spec": spec})
     await leases[0].ask()
     seconds.now += 91
     assert await leases[0].ask()

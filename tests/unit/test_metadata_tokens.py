@@ -12,8 +12,8 @@ from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from hibernode.errors import UnavailableError
+from hibernode.kube.api import KubeApi
 from hibernode.metadata.access import Reviewed
-from hibernode.metadata.backends.kube_api import KubeApi
 from hibernode.metadata.records import PodRef
 from hibernode.metadata.token_review import PATH, KubeReviewer
 from tests.unit.service_kit import CODE, P2P, publication, refused, serving

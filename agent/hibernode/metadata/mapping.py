@@ -11,10 +11,11 @@ import binascii
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Final
 
+from hibernode.kube.objects import metadata_of
 from hibernode.metadata.identity import alias_of, identity_from
 from hibernode.metadata.records import (
     I64_MAX,
@@ -363,19 +364,6 @@ class _Reader:
         if not isinstance(value, dict):
             return {}
         return {name: text for name, text in value.items() if isinstance(text, str) and _carried(name + text)}
-
-
-def metadata_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take the metadata of an object; empty for one without."""
-    found = raw.get("metadata")
-    return found if isinstance(found, dict) else {}
-
-
-def conditions_of(raw: Mapping[str, Any]) -> Sequence[Any]:
-    """List the conditions of an object."""
-    status = raw.get("status")
-    found = status.get("conditions") if isinstance(status, dict) else None
-    return found if isinstance(found, list) else []
 
 
 def _carried(text: str) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import grpc
     from prometheus_client import CollectorRegistry
 
-    from hibernode.metadata.backends.kube_api import KubeApi
+    from hibernode.kube.api import KubeApi
     from hibernode.metadata.service import Service
 
 log = logging.getLogger("hibernode.metadata")
@@ -189,14 +189,14 @@ class MetadataPart:
             from hibernode.metadata.backends.sqlite import SqliteBackend  # noqa: PLC0415 - one of two
 
             return SqliteBackend(self._private / "records.db")
-        from hibernode.metadata.backends.kube_api import KubeApi, load_configuration  # noqa: PLC0415
+        from hibernode.kube.api import KubeApi, load_configuration  # noqa: PLC0415
         from hibernode.metadata.backends.kubernetes import KubernetesBackend  # noqa: PLC0415
 
         api = KubeApi(await load_configuration(self._settings.kubeconfig))
         return KubernetesBackend(api, self._settings.namespace or _own_namespace())
 
     async def _connection(self) -> KubeApi:
-        from hibernode.metadata.backends.kube_api import KubeApi, load_configuration  # noqa: PLC0415
+        from hibernode.kube.api import KubeApi, load_configuration  # noqa: PLC0415
 
         self._api = KubeApi(await load_configuration(self._settings.kubeconfig))
         return self._api

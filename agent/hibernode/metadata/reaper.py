@@ -16,11 +16,14 @@ from enum import StrEnum
 from typing import Final
 
 from hibernode.errors import ConflictError, HibernodeError, NotFoundError
+from hibernode.kube.lease import Lease
 from hibernode.metadata.backend import MetadataBackend
-from hibernode.metadata.lease import Lease
 from hibernode.metadata.publish import acceptable
 from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
 from hibernode.metadata.times import MS
+
+LEASE: Final = "hibernode-metadata-reaper"
+"""The Lease of the cluster's one reaper; it stands for three scans."""
 
 SCAN_SECONDS: Final = 30.0
 """Upstream's MX_REAPER_SCAN_INTERVAL_SECS."""

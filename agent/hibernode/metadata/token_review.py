@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from hibernode.errors import UnavailableError
+from hibernode.kube.api import KubeApi, KubeStatusError
 from hibernode.metadata.access import Reviewed
-from hibernode.metadata.backends.kube_api import KubeApi, KubeStatusError
 from hibernode.metadata.records import PodRef
 
 PATH: Final = "/apis/authentication.k8s.io/v1/tokenreviews"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hibernode.errors import IntegrityError, TooLargeError
+from hibernode.kube.objects import metadata_of
 from hibernode.metadata.identity import identity_text
 from hibernode.metadata.mapping import (
     ANNOTATION_IDENTITY,
@@ -20,7 +21,6 @@ from hibernode.metadata.mapping import (
     VERSION,
     ids_of_name,
     instance_of,
-    metadata_of,
     owner_reference,
     source_type_name,
     worker_json,

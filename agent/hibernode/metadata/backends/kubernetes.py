@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hibernode.errors import ConflictError, NotFoundError, UnavailableError
+from hibernode.kube.api import MERGE, NAMES_ONLY, Budget, KubeApi, KubeStatusError
+from hibernode.kube.follow import MAX_AGE
+from hibernode.kube.objects import conditions_of, metadata_of
 from hibernode.metadata.backend import BackendStats, Change, WorkerQuery
-from hibernode.metadata.backends.kube_api import MERGE, NAMES_ONLY, Budget, KubeApi, KubeStatusError
 from hibernode.metadata.backends.kube_objects import (
     check_size,
     configmap_body,
@@ -29,7 +31,7 @@ from hibernode.metadata.backends.kube_objects import (
     stored_tensors,
     version_of,
 )
-from hibernode.metadata.backends.kube_watch import MAX_AGE, Mirror
+from hibernode.metadata.backends.kube_watch import Mirror
 from hibernode.metadata.gate import check_identity, check_load, check_worker, complete_owner
 from hibernode.metadata.identity import mx_source_id
 from hibernode.metadata.ids import SourceId, WorkerId
@@ -38,13 +40,11 @@ from hibernode.metadata.mapping import (
     LABEL_SOURCE,
     PLURAL,
     VERSION,
-    conditions_of,
     configmap_digest,
     configmap_name,
     content_digest,
     identity_of,
     instance_of,
-    metadata_of,
     object_name,
     ready_condition,
     stale_keys,
@@ -237,7 +237,7 @@ class KubernetesBackend:
     async def get_metadata(self, source_id: str, worker_id: str) -> SourceRecord | None:
         """Read a record: what was read before with the status that stands now, else from the API server."""
         source_id, worker_id = SourceId(source_id), WorkerId(worker_id)
-        self._mirror.check()
+        self._mirror.follower.check()
         known = self._mirror.catalogue.find(source_id, worker_id)
         if known is not None:
             kept = self._shelf.get(known)
@@ -287,12 +287,12 @@ class KubernetesBackend:
 
     async def list_workers(self, query: WorkerQuery = WorkerQuery()) -> list[SourceInstance]:  # noqa: B008
         """List the records that match, from the watched list."""
-        self._mirror.check()
+        self._mirror.follower.check()
         return self._mirror.catalogue.select(query)
 
     async def list_sources(self) -> list[tuple[str, str]]:
         """List the sources, from the watched list."""
-        self._mirror.check()
+        self._mirror.follower.check()
         return self._mirror.catalogue.sources()
 
     def watch(self, source_id: str | None = None) -> AsyncIterator[Change]:
@@ -303,12 +303,12 @@ class KubernetesBackend:
         """Say how it is."""
         mirror = self._mirror
         return BackendStats(
-            synced=mirror.synced,
+            synced=mirror.follower.synced,
             by_status=mirror.catalogue.by_status(),
             unreadable=len(mirror.unreadable),
-            age_seconds=mirror.age(),
+            age_seconds=mirror.follower.age(),
             cached_bytes=self._shelf.bytes,
-            relists=mirror.relists,
+            relists=mirror.follower.relists,
             retries=self._api.counters.retries,
         )
 
@@ -384,7 +384,7 @@ class KubernetesBackend:
         workers = {(one.source_id, one.worker_id) for one in self._mirror.catalogue.select(query)}
         try:
             async for page in self._api.pages(
-                self._objects, budget, selector=f"{LABEL_SOURCE}={source_id}", accept=NAMES_ONLY
+                self._objects, budget, labels=f"{LABEL_SOURCE}={source_id}", accept=NAMES_ONLY
             ):
                 names = (str(metadata_of(raw).get("name")) for raw in page["items"] or [])
                 prefix = object_name(source_id, "")
@@ -440,7 +440,7 @@ class KubernetesBackend:
         """Delete the ConfigMaps of a removed record; one that cannot be deleted now is the collector's."""
         budget, selector = self._api.budget(), f"{LABEL_SOURCE}={name[10:26]}"
         try:
-            async for page in self._api.pages(self._configmaps, budget, selector=selector, accept=NAMES_ONLY):
+            async for page in self._api.pages(self._configmaps, budget, labels=selector, accept=NAMES_ONLY):
                 for raw in page["items"] or []:
                     found = str(metadata_of(raw).get("name"))
                     if configmap_digest(name, found) is not None and not of_another(raw, uid):

@@ -1,4 +1,4 @@
-"""One agent of the cluster at a time: a Lease of coordination.k8s.io, held as client-go's election does.
+"""One process of the cluster at a time: a Lease of coordination.k8s.io, held as client-go's election does.
 
 Nobody's wall clock decides. A lease is over when it has stood unchanged for its whole duration by the
 watcher's own monotonic clock; its holder stops to count on it after two thirds of that, counted from before
@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hibernode.errors import UnavailableError
-from hibernode.metadata.backends.kube_api import Budget, KubeApi, KubeStatusError
-from hibernode.metadata.mapping import metadata_of
+from hibernode.kube.api import Budget, KubeApi, KubeStatusError
+from hibernode.kube.objects import metadata_of
 
-NAME: Final = "hibernode-metadata-reaper"
 SECONDS: Final = 90
-"""How long a lease stands without renewal: three scans of the reaper."""
+"""How long a lease stands without renewal, unless told otherwise."""
 
 MAX_SECONDS: Final = 3600
 """A lease that claims to stand for longer is not believed."""
@@ -27,7 +26,7 @@ CONFLICT: Final = 409
 
 
 class Lease:
-    """The right to be the one; ``holder`` has to differ for every process that ever asks.
+    """The right to be the one, by the Lease ``name``; ``holder`` differs for every process that ever asks.
 
     ``clock`` gives monotonic seconds, ``wall`` nanoseconds since 1970 (for people who look at the object).
     """
@@ -36,6 +35,7 @@ class Lease:
         self,
         api: KubeApi,
         namespace: str,
+        name: str,
         holder: str,
         *,
         seconds: int = SECONDS,
@@ -45,7 +45,7 @@ class Lease:
         self._api, self._holder, self._seconds = api, holder, seconds
         self._clock, self._wall = clock, wall
         self._folder = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._namespace = namespace
+        self._namespace, self._name = namespace, name
         self._end = 0.0
         self._seen, self._since = "", 0.0
 
@@ -65,7 +65,7 @@ class Lease:
             if error.code in {NOT_FOUND, CONFLICT}:
                 return False  # another was quicker; the next time will tell
             raise UnavailableError(
-                f"the Kubernetes API refused the lease {NAME}: {error}"[:600], reason="ApiRefused"
+                f"the Kubernetes API refused the lease {self._name}: {error}"[:600], reason="ApiRefused"
             ) from error
         self._end = began + self._seconds * 2 / 3 if taken else 0.0
         return taken
@@ -77,7 +77,7 @@ class Lease:
         self._end = 0.0
         budget = self._api.budget()
         try:
-            raw = await self._api.call("GET", f"{self._folder}/{NAME}", budget)
+            raw = await self._api.call("GET", f"{self._folder}/{self._name}", budget)
             if _spec(raw).get("holderIdentity") == self._holder:
                 await self._write(raw, {"holderIdentity": ""}, budget)
         except (KubeStatusError, UnavailableError):
@@ -90,14 +90,14 @@ class Lease:
             "renewTime": self._now(),
         }
         try:
-            raw = await self._api.call("GET", f"{self._folder}/{NAME}", budget)
+            raw = await self._api.call("GET", f"{self._folder}/{self._name}", budget)
         except KubeStatusError as error:
             if error.code != NOT_FOUND:
                 raise
             body = {
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",
-                "metadata": {"name": NAME, "namespace": self._namespace},
+                "metadata": {"name": self._name, "namespace": self._namespace},
                 "spec": {**mine, "acquireTime": self._now(), "leaseTransitions": 0},
             }
             await self._api.call("POST", self._folder, budget, body=body)
@@ -115,7 +115,7 @@ class Lease:
     async def _write(self, raw: dict[str, Any], spec: Mapping[str, Any], budget: Budget) -> None:
         """Write exactly over the state that was read: its resourceVersion goes with it."""
         body = {**raw, "spec": {**_spec(raw), **spec}}
-        await self._api.call("PUT", f"{self._folder}/{NAME}", budget, body=body)
+        await self._api.call("PUT", f"{self._folder}/{self._name}", budget, body=body)
 
     def _over(self, raw: dict[str, Any], now: float) -> bool:
         """Tell whether another's lease has stood unchanged for as long as it may."""

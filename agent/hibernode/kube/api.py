@@ -1,4 +1,4 @@
-"""The few calls of the Kubernetes API that records need, with retries, deadlines and bounded answers.
+"""Calls of the Kubernetes API with retries, deadlines and bounded answers.
 
 ``kubernetes.aio`` brings the connection and the credentials; objects stay the JSON that they are, so that
 fields of another release pass through.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
 from hibernode.errors import UnavailableError
-from hibernode.metadata.mapping import metadata_of
+from hibernode.kube.objects import metadata_of
 from hibernode.text import printable
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Budget:
 
 
 class KubeApi:
-    """A connection to the API server, for one namespace."""
+    """A connection to the API server."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class KubeApi:
                 if error.code in {401, 403}:
                     raise UnavailableError(
                         f"the Kubernetes API forbids {method} {path}: {printable(error.message)[:300]}",
-                        remedy="give the agent's service account the verbs of docs/metadata.md",
+                        remedy="give the agent's service account the rights that daemonset/rbac has for it",
                         reason="ApiForbidden",
                     ) from error
                 if error.code not in TRANSIENT:
@@ -168,16 +168,15 @@ class KubeApi:
             await budget.again(why, wait)
 
     async def pages(
-        self, path: str, budget: Budget, *, selector: str = "", accept: str = JSON
+        self, path: str, budget: Budget, *, labels: str = "", fields: str = "", accept: str = JSON
     ) -> AsyncIterator[dict[str, Any]]:
-        """List page by page.
+        """List page by page what the selectors ``labels`` and ``fields`` select.
 
         :raises KubeStatusError: 410, when the list took so long that its rest is gone: begin again.
         """
         more = ""
         while True:
-            query = {"limit": str(PAGE)}
-            query |= {"labelSelector": selector} if selector else {}
+            query = {"limit": str(PAGE), **_selectors(labels, fields)}
             query |= {"continue": more} if more else {}
             page = await self.call("GET", path, budget, query=query, accept=accept)
             version = metadata_of(page).get("resourceVersion")
@@ -188,8 +187,12 @@ class KubeApi:
             if not more:
                 return
 
-    async def events(self, path: str, version: str) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(
+        self, path: str, version: str, *, labels: str = "", fields: str = ""
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Follow changes after ``version`` until the server ends it, which it does before long.
+
+        The first event is an OPEN of ours: the server has answered.
 
         :raises KubeStatusError: 410, ``version`` is too old.
         :raises UnavailableError: the connection failed.
@@ -201,6 +204,7 @@ class KubeApi:
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(self._watch),
+            **_selectors(labels, fields),
         }
         try:
             response = await self._open("GET", path, self._watch + self._call, query=query)
@@ -290,6 +294,10 @@ async def _bounded(response: ClientResponse) -> bytes:
         if size > MAX_ANSWER:
             raise UnavailableError(f"the Kubernetes API answers with more than {MAX_ANSWER} bytes")
     return b"".join(parts)
+
+
+def _selectors(labels: str, fields: str) -> dict[str, str]:
+    return {name: text for name, text in (("labelSelector", labels), ("fieldSelector", fields)) if text}
 
 
 def _answer(code: int, data: bytes) -> dict[str, Any]:
