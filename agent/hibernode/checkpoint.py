@@ -28,7 +28,6 @@ from hibernode.artifact.layout import ARTIFACT, Artifact
 from hibernode.artifact.manifest import DiffFacts, LinkFacts, Manifest
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
-from hibernode.config import Settings
 from hibernode.container import dump as containers
 from hibernode.container.dump import ContainerDump
 from hibernode.criu import diagnose, moment, options
@@ -52,6 +51,7 @@ from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, uncut, worker_gone
 from hibernode.preflight import Preflight, preflight, refuse
 from hibernode.recover import Held
+from hibernode.settings import Settings
 from hibernode.state import StateDir
 from hibernode.worker import STOPPED, WorkerState, note_states, settle, worker_state
 from hibernode.workload import ERA_A1, CheckpointId, ProcessKey

@@ -23,7 +23,6 @@ from hibernode.apart import stuck
 from hibernode.artifact.layout import STAGING
 from hibernode.artifact.store import Store
 from hibernode.checkpoint import Checkpointer
-from hibernode.config import Settings
 from hibernode.criu.runner import find_criu
 from hibernode.discovery.locate import own_ready_files
 from hibernode.discovery.ready import ReadyWatch
@@ -43,6 +42,7 @@ from hibernode.requests import Parts, Requests
 from hibernode.restore import Restorer
 from hibernode.restored import Phase, Restored
 from hibernode.server import Server
+from hibernode.settings import Settings
 from hibernode.state import StateDir
 from hibernode.workload import CheckpointId
 

@@ -8,7 +8,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from hibernode.config import LogSettings
+from hibernode.settings import LogSettings
 from hibernode.text import printable
 
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 from hibernode import restored
 from hibernode.answers import Outcome, Request, RestoreOutcome, RestoreRequest, Trigger
 from hibernode.checkpoint import Checkpointer
-from hibernode.config import Settings
 from hibernode.discovery.containers import container_of
 from hibernode.discovery.locate import Claim, ClaimIndex, Located, locate
 from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
@@ -23,6 +22,7 @@ from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics
 from hibernode.restore import Restorer
 from hibernode.restored import Restored
+from hibernode.settings import Settings
 from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 
 log = logging.getLogger("hibernode.requests")

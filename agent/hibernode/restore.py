@@ -28,7 +28,6 @@ from hibernode.answers import RestoreOutcome, RestoreRequest, answer, restore_fa
 from hibernode.apart import FILES_SECONDS, apart
 from hibernode.artifact.layout import Artifact
 from hibernode.artifact.store import Store
-from hibernode.config import Settings
 from hibernode.container import restore as filling
 from hibernode.container import target as targets
 from hibernode.container.restore import Applied
@@ -57,6 +56,7 @@ from hibernode.preflight import refuse
 from hibernode.recover import Held
 from hibernode.restore_checks import asked, findings, look, may_ask, settled_findings
 from hibernode.restore_options import connections, inherit, restore_options
+from hibernode.settings import Settings
 from hibernode.state import StateDir, read_json, write_json
 from hibernode.workload import ERA_A1, CheckpointId, Finding
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hibernode.artifact.manifest import Manifest
-from hibernode.config import Settings
 from hibernode.container import target as targets
 from hibernode.container.gate import keeps_connections
 from hibernode.container.target import Target
 from hibernode.criu import options
 from hibernode.criu.image_sockets import tcp_connections
+from hibernode.settings import Settings
 
 
 def restore_options(

@@ -18,7 +18,6 @@ from hibernode.artifact import manifest as m
 from hibernode.artifact.layout import entries
 from hibernode.artifact.staging import Staging
 from hibernode.compat import cpu_features
-from hibernode.config import Settings
 from hibernode.container.dump import ContainerDump, in_diff
 from hibernode.container.target import stat_in
 from hibernode.criu.image_rights import read_rights
@@ -31,6 +30,7 @@ from hibernode.host import mounts, procfs, safefs
 from hibernode.host.procfs import Process
 from hibernode.journal import Journal
 from hibernode.preflight import Preflight
+from hibernode.settings import Settings
 from hibernode.workload import CheckpointId
 
 STDIO: Final = 3

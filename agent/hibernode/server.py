@@ -28,8 +28,8 @@ from hibernode.workload import CheckpointId
 if TYPE_CHECKING:
     import socket
 
-    from hibernode.config import Settings
     from hibernode.metrics import Metrics
+    from hibernode.settings import Settings
 
 log = logging.getLogger("hibernode.server")
 

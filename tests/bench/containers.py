@@ -10,11 +10,11 @@ from pathlib import Path
 from hibernode.answers import Outcome, Request, RestoreRequest, Trigger
 from hibernode.artifact.store import Store
 from hibernode.checkpoint import Checkpointer
-from hibernode.config import Settings
 from hibernode.discovery.containers import find, hold
 from hibernode.discovery.locate import Contract
 from hibernode.placeholder import find_placeholder
 from hibernode.restore import Restorer
+from hibernode.settings import Settings
 from hibernode.state import StateDir
 from hibernode.workload import CheckpointId
 from tests.bench.measure import Report, settle

@@ -12,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from hibernode.config import GpuSettings
 from hibernode.gpu.metrics import metrics
 from hibernode.gpu.owners import Owners
 from hibernode.gpu.service import GpuService
 from hibernode.metrics import Metrics
+from hibernode.settings import GpuSettings
 from tests.bench.measure import Report
 from tests.gpu import kit
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from hibernode.answers import Outcome, Request, RestoreRequest, Trigger
 from hibernode.artifact.store import Store
 from hibernode.checkpoint import Checkpointer, dump_options
-from hibernode.config import Settings
 from hibernode.criu import options
 from hibernode.criu.runner import clean_env, find_criu
 from hibernode.discovery.locate import Contract
 from hibernode.host.procfs import Process
 from hibernode.preflight import preflight
 from hibernode.restore import Restorer
+from hibernode.settings import Settings
 from hibernode.state import StateDir
 from hibernode.workload import CheckpointId
 from tests.bench.measure import Report, drop_cache, end, settle, victim

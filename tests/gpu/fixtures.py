@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hibernode.config import GpuSettings
 from hibernode.gpu.owners import Owners
 from hibernode.gpu.service import GpuService
+from hibernode.settings import GpuSettings
 from tests.gpu import kit
 from tests.gpu.kit import Stub
 

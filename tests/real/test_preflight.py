@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hibernode.config import CriuSettings, Settings, StoreSettings
 from hibernode.criu.find import Criu, find_criu
 from hibernode.errors import RefusedError
 from hibernode.host import procfs
 from hibernode.host.procfs import Process
 from hibernode.preflight import Preflight, gather, host_findings, preflight, refuse
+from hibernode.settings import CriuSettings, Settings, StoreSettings
 from hibernode.workload import Finding, Verdict
 from tests.real.node import until
 from tests.real.preflight_cases import CASES, POSTLUDE, PRELUDE, RING, Case

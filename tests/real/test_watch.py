@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from hibernode.config import SignalSettings
 from hibernode.discovery.signals import SignalDir
 from hibernode.discovery.watch import MAX_NAMES, DirectoryWatcher, Inotify, Mode
+from hibernode.settings import SignalSettings
 
 GENEROUS_SECONDS = 30.0
 

@@ -15,13 +15,13 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from hibernode.config import MetadataSettings, Settings
 from hibernode.errors import UnavailableError
 from hibernode.metadata import proto
 from hibernode.metadata.access import Caller, Reviewed
 from hibernode.metadata.locality import Node
 from hibernode.metadata.part import MetadataPart
 from hibernode.metadata.records import PodRef
+from hibernode.settings import MetadataSettings, Settings
 
 P2P = proto.load("p2p")
 READY = 2

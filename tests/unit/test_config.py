@@ -8,18 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hibernode.config import (
-    ENV_PREFIX,
-    ERA_ENV,
-    KEYS,
-    Loaded,
-    env_name,
-    load,
-    parse_seconds,
-    parse_size,
-)
+from hibernode.config import ENV_PREFIX, ERA_ENV, KEYS, Loaded, env_name, load
 from hibernode.config_file import MAX_BYTES
 from hibernode.errors import UsageError
+from hibernode.settings import parse_seconds, parse_size
 
 GIB = 1 << 30
 

@@ -19,7 +19,6 @@ from hibernode.artifact.rootfs import DEFAULT_EXCLUDED
 from hibernode.artifact.rootfs_find import Root
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
-from hibernode.config import CheckpointSettings, Settings
 from hibernode.container import dump as dumps
 from hibernode.container.dump import ROOTFS, SHM, ContainerDump
 from hibernode.container.mountplan import MountPlan, Place
@@ -33,6 +32,7 @@ from hibernode.host.procfs import Fd, Process, Stat, Status
 from hibernode.host.sockets import TcpSocket
 from hibernode.preflight import Facts, Preflight, preflight
 from hibernode.preflight.facts import StoreFacts, Task
+from hibernode.settings import CheckpointSettings, Settings
 from hibernode.workload import ProcessKey
 from tests.unit import rootfs_kit as kit
 from tests.unit.artifact_kit import ID

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hibernode.config import Settings, SignalSettings
 from hibernode.preflight import host_checks
+from hibernode.settings import Settings, SignalSettings
 from hibernode.workload import Verdict
 
 if TYPE_CHECKING:

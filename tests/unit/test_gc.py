@@ -15,8 +15,8 @@ import pytest
 from hibernode.artifact.gc import collect
 from hibernode.artifact.layout import ArtifactInfo, ArtifactState, moment
 from hibernode.artifact.store import Store
-from hibernode.config import GcSettings
 from hibernode.errors import IntegrityError, NotFoundError, RefusedError
+from hibernode.settings import GcSettings
 from hibernode.workload import CheckpointId
 from tests.unit.artifact_kit import FILES, ID, OTHER, fill, put
 from tests.unit.hostile import open_descriptors

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hibernode.config import FATAL_XIDS, load
+from hibernode.config import load
 from hibernode.errors import UsageError
 from hibernode.gpu.metrics import metrics
 from hibernode.gpu.state import (
@@ -31,6 +31,7 @@ from hibernode.gpu.state import (
     Versions,
 )
 from hibernode.metrics import Metrics
+from hibernode.settings import FATAL_XIDS
 from tests.gpu.fixtures import library
 from tests.gpu.kit import GIB, Stub, mig_uuid, uuid
 from tests.unit.cli_kit import HIBERNODE, Machine, machine

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hibernode.config import MetadataSettings, Settings
 from hibernode.daemon import Agent
 from hibernode.errors import HibernodeError, StorageError
 from hibernode.metadata.front import PREFACE, Doors
+from hibernode.settings import MetadataSettings, Settings
 from tests.unit.service_kit import CODE, P2P, A, B, open_files, pod, publication, refused, serving
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from hibernode.config import CriuSettings, Settings, StoreSettings
 from hibernode.errors import RefusedError
 from hibernode.host import linux
 from hibernode.host.mounts import Mount
@@ -29,6 +28,7 @@ from hibernode.preflight.facts import (
     Watch,
 )
 from hibernode.preflight.rows import listed, size
+from hibernode.settings import CriuSettings, Settings, StoreSettings
 from hibernode.workload import Finding, Verdict
 
 ROOT = 100

@@ -19,12 +19,12 @@ import pytest
 
 from hibernode import restored, shim
 from hibernode.artifact.store import Store
-from hibernode.config import SignalSettings
 from hibernode.criu.runner import JOB_ENV
 from hibernode.discovery.signals import SignalDir
 from hibernode.host import procfs
 from hibernode.journal import JOURNAL, Step
 from hibernode.recover import Ending, Recovered, recover
+from hibernode.settings import SignalSettings
 from hibernode.state import StateDir
 from tests.unit.artifact_kit import ID, OTHER, put, seal
 

@@ -17,7 +17,6 @@ import pytest
 
 from hibernode.answers import Outcome, Request, RestoreOutcome, RestoreRequest, Trigger
 from hibernode.checkpoint import Checkpointer
-from hibernode.config import Settings, SignalSettings
 from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
 from hibernode.discovery.signals import RestoreRequest as RestoreFile
 from hibernode.events import EventLog
@@ -27,6 +26,7 @@ from hibernode.metrics import Metrics
 from hibernode.requests import Parts, Requests
 from hibernode.restore import Restorer
 from hibernode.restored import Phase, Restored
+from hibernode.settings import Settings, SignalSettings
 from hibernode.workload import ProcessKey
 from tests.unit.artifact_kit import ID, OTHER
 from tests.unit.hostile import open_descriptors

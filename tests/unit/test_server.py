@@ -19,7 +19,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hibernode.client import AgentClient
-from hibernode.config import ServerSettings, Settings
 from hibernode.errors import (
     AgentUnreachableError,
     BusyError,
@@ -33,6 +32,7 @@ from hibernode.health import Check, DegradedError, Health, in_thread
 from hibernode.listen import SocketLock
 from hibernode.metrics import Metrics
 from hibernode.server import Limits, Server
+from hibernode.settings import ServerSettings, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

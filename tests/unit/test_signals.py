@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from hibernode.config import SignalSettings
 from hibernode.discovery.signals import (
     MAX_ERROR_CHARS,
     REMEMBERED,
@@ -23,6 +22,7 @@ from hibernode.discovery.signals import (
     done_payload,
 )
 from hibernode.errors import RefusedError
+from hibernode.settings import SignalSettings
 from hibernode.workload import CheckpointId, Verdict
 from tests.unit.hostile import attacker
 

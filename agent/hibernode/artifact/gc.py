@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from hibernode.artifact.layout import ArtifactInfo, ArtifactState
-from hibernode.config import GcSettings
+from hibernode.settings import GcSettings
 
 WHOLE: Final = frozenset({ArtifactState.COMPLETE, ArtifactState.PREVIOUS})
 

@@ -42,7 +42,6 @@ from hibernode.artifact.locks import is_free, take
 from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.verify import FileVerdict, check_tree
-from hibernode.config import GcSettings
 from hibernode.errors import (
     BusyError,
     IntegrityError,
@@ -53,6 +52,7 @@ from hibernode.errors import (
 )
 from hibernode.host import safefs
 from hibernode.host.safefs import Dir
+from hibernode.settings import GcSettings
 from hibernode.workload import CheckpointId
 
 __all__ = [

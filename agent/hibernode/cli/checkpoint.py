@@ -26,9 +26,9 @@ from hibernode.workload import ERA_A1, CheckpointId
 
 if TYPE_CHECKING:
     from hibernode.answers import Outcome
-    from hibernode.config import Settings
     from hibernode.discovery.locate import Contract
     from hibernode.host.procfs import Process
+    from hibernode.settings import Settings
 
 
 @click.command("checkpoint")

@@ -17,9 +17,9 @@ from hibernode.workload import CheckpointId, Finding, Verdict
 if TYPE_CHECKING:
     from hibernode.artifact.store import Store
     from hibernode.client import AgentClient
-    from hibernode.config import Settings
     from hibernode.discovery.signals import SignalDir
     from hibernode.host.procfs import Process
+    from hibernode.settings import Settings
 
 T = TypeVar("T")
 

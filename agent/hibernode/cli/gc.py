@@ -12,7 +12,7 @@ from hibernode.cli.output import Progress, emit, human_bytes, output_option, tab
 
 if TYPE_CHECKING:
     from hibernode.artifact.store import Store
-    from hibernode.config import Settings
+    from hibernode.settings import Settings
 
 
 @click.command("gc")

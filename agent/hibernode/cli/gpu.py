@@ -15,7 +15,7 @@ from hibernode.errors import AgentUnreachableError
 from hibernode.text import printable
 
 if TYPE_CHECKING:
-    from hibernode.config import Settings
+    from hibernode.settings import Settings
 
 NA: Final = "N/A"
 GPUS: Final = ("GPU", "UUID", "NAME", "STATE", "MEMORY", "UTIL", "TEMP", "POWER", "ECC", "PCI")

@@ -16,8 +16,8 @@ from hibernode.text import printable
 from hibernode.workload import CheckpointId
 
 if TYPE_CHECKING:
-    from hibernode.config import Settings
     from hibernode.criu.diagnose import Diagnosis
+    from hibernode.settings import Settings
 
 
 def _find(settings: Settings, id_: CheckpointId, operation: str) -> Path:

@@ -14,7 +14,6 @@ from hibernode.artifact import rootfs
 from hibernode.artifact.manifest import ContainerFacts, DiffFacts, ExternalMount
 from hibernode.artifact.rootfs_find import Root, open_upper, root_of
 from hibernode.artifact.staging import Staging
-from hibernode.config import Settings
 from hibernode.container import mountplan, target
 from hibernode.container.mountplan import MountPlan
 from hibernode.criu.options import DumpOptions
@@ -27,6 +26,7 @@ from hibernode.host.namespaces import open_namespace, sysv_objects
 from hibernode.host.procfs import Process
 from hibernode.preflight import Preflight
 from hibernode.preflight.rows import listed
+from hibernode.settings import Settings
 
 log = logging.getLogger("hibernode.container")
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from hibernode.config import SignalSettings
 from hibernode.errors import RefusedError
 from hibernode.host.safefs import Dir
+from hibernode.settings import SignalSettings
 from hibernode.workload import ERA_A1, ID_PATTERN, CheckpointId, Era, Finding, Verdict
 
 MAX_ERROR_CHARS: Final = 1024

@@ -30,8 +30,8 @@ from watchdog.observers.inotify_c import (
     WatchDescriptor,
 )
 
-from hibernode.config import SignalSettings
 from hibernode.host import linux
+from hibernode.settings import SignalSettings
 
 log = logging.getLogger("hibernode.watch")
 

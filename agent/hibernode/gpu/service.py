@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from hibernode.config import GpuSettings
 from hibernode.gpu.calls import Calls, StuckError
 from hibernode.gpu.events import WAIT_MS, EventWatch
 from hibernode.gpu.nvml import LIBRARY_NOT_FOUND, OVER, UNKNOWN, Nvml, NvmlError, failed
@@ -31,6 +30,7 @@ from hibernode.gpu.state import (
     Snapshot,
     Versions,
 )
+from hibernode.settings import GpuSettings
 
 log = logging.getLogger("hibernode.gpu")
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hibernode.config import Settings
 from hibernode.errors import HibernodeError, StorageError, UnavailableError, UsageError
 from hibernode.listen import SocketLock, tcp_sockets
 from hibernode.metadata.access import Gate, Reviewer, by_address, by_credentials, is_loopback
@@ -18,6 +17,7 @@ from hibernode.metadata.blobs import Blobs
 from hibernode.metadata.front import Doors, Front
 from hibernode.metadata.locality import LocalPlaces, Places
 from hibernode.metadata.meter import Meter
+from hibernode.settings import Settings
 
 if TYPE_CHECKING:
     import grpc

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from hibernode.config import Settings
     from hibernode.criu.find import Criu
     from hibernode.host.procfs import Process
+    from hibernode.settings import Settings
 
 __all__ = [
     "Facts",

@@ -14,8 +14,8 @@ from hibernode.workload import Finding, Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hibernode.config import Settings
     from hibernode.preflight.facts import Facts
+    from hibernode.settings import Settings
 
 INIT: Final = 1
 SECCOMP_MODES: Final = ("off", "strict", "filter")

@@ -12,9 +12,9 @@ from hibernode.workload import Finding, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hibernode.config import Settings
     from hibernode.host.procfs import Fd
     from hibernode.preflight.facts import Facts
+    from hibernode.settings import Settings
 
 IO_URING: Final = "anon_inode:[io_uring]"
 

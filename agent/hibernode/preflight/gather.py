@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from hibernode.config import Settings
     from hibernode.criu.find import Criu
     from hibernode.host.procfs import Fd, Process, Stat
+    from hibernode.settings import Settings
 
 MAX_PROCESSES: Final = 4096
 MAX_THREADS: Final = 8192  # of one process

@@ -21,8 +21,8 @@ from hibernode.workload import Finding, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hibernode.config import Settings
     from hibernode.criu.find import Criu
+    from hibernode.settings import Settings
 
 MIN_KERNEL: Final = (5, 12)
 """The first with all that is used here: openat2 5.6, CAP_CHECKPOINT_RESTORE 5.9, mount_setattr 5.12."""

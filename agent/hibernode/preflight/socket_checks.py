@@ -10,9 +10,9 @@ from hibernode.workload import Finding, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from hibernode.config import Settings
     from hibernode.host.sockets import TcpSocket, UnixSocket
     from hibernode.preflight.facts import Facts, Place
+    from hibernode.settings import Settings
 
 TcpMode = Literal["established", "close"]
 

@@ -13,8 +13,8 @@ from hibernode.workload import Finding, Verdict
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hibernode.config import Settings
     from hibernode.preflight.facts import Facts, StoreFacts
+    from hibernode.settings import Settings
 
 SPARE_MEMORY_BYTES: Final = 256 << 20
 """What CRIU and the page cache should find free; CRIU itself takes some 20 MiB."""
