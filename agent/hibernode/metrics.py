@@ -74,6 +74,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "hibernode_metadata_connections": Family("Open connections of workers."),
     "hibernode_metadata_refused_connections_total": Family("Connections closed at the door.", "reason"),
     "hibernode_metadata_blobs_total": Family("Blobs of local workers, by how they were come by.", "result"),
+    "hibernode_metadata_watched_records": Family("Records whose process on this node is watched."),
+    "hibernode_metadata_reaped_records_total": Family(
+        "What became of records that nobody keeps up.", "result"
+    ),
+    "hibernode_metadata_nixl_ports": Family("Ports at which NIXL agents fetch blobs of local workers."),
     "hibernode_metadata_backend_retries_total": Family("Calls of the backend that were made again."),
 }
 

@@ -245,6 +245,21 @@ class MetadataSettings(_Section):
     accounts: Words = Field((), description="user names that tokens may be of; empty: all of the cluster")
     locality: bool = Field(True, description="workers of this node come alone in lists, where there are any")
     heartbeat_seconds: Seconds = Field(90.0, gt=0, description="a record unheard of for longer is not listed")
+    stale_seconds: Seconds = Field(90.0, gt=0, description="a record unheard of for longer becomes Stale")
+    remove_seconds: Seconds = Field(
+        3600.0, gt=0, description="a record that is Stale, or never had a status, for longer is removed"
+    )
+    scan_seconds: Seconds = Field(
+        30.0, ge=0.1, le=1200, description="period of the look for old records; one agent of a cluster looks"
+    )
+    nixl_listen: str = Field(
+        "",
+        pattern=r"^(\d{1,3}(\.\d{1,3}){3})?$",
+        description="IPv4 address at which NIXL agents fetch confirmed blobs of local workers; empty: none",
+    )
+    nixl_open: bool = Field(
+        False, description="nixl_listen may be open to other machines, though nobody tells there who asks"
+    )
     confirm_seconds: Seconds = Field(2.0, gt=0, description="for a worker to confirm its record")
     confirm_keep_seconds: Seconds = Field(2.0, description="how long a worker's confirmation holds")
     request_seconds: Seconds = Field(10.0, gt=0, description="for one request")

@@ -15,7 +15,7 @@ from hibernode.errors import UnavailableError
 from hibernode.kube.api import KubeApi
 from hibernode.kube.lease import Lease
 from hibernode.metadata.reaper import LEASE, Limits, Reaped, Reaper, Verdict, decide
-from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
+from hibernode.metadata.records import SourceInstance, SourceStatus
 from tests.unit.kube_fake import LEASES, OBJECTS, FakeKube, Fault
 from tests.unit.metadata_kit import (
     BASE,
@@ -37,7 +37,7 @@ KEEP, MARK, REMOVE = Verdict.KEEP, Verdict.MARK, Verdict.REMOVE
 ONE = SourceInstance(BASE_ID, "w0", MODEL, updated_at=1)
 
 
-def nobody(_: PodRef) -> bool:
+async def nobody(_: SourceInstance) -> bool:
     """Say that no owner lives."""
     return False
 
@@ -144,7 +144,11 @@ async def test_unknown_records_are_removed_without_a_living_owner(store: Store) 
     dead = replace(pod, name="gone", uid="0b0e8d0c-0000-4000-8000-000000000009")
     for worker_id, owner in (("w0", None), ("w1", pod), ("w2", dead)):
         await store.backend.publish_metadata(BASE, worker_id, peer(), owner=owner)
-    scan = reaper(store, owner_lives=lambda one: one == pod).scan
+
+    async def lives(one: SourceInstance) -> bool:
+        return one.owner == pod
+
+    scan = reaper(store, owner_lives=lives).scan
     store.clock.forward(3600)
     assert await scan() == Reaped()
     store.clock.forward(1)

@@ -23,7 +23,7 @@ from hibernode.metadata.nixl_blob import read_header, require_agent
 from hibernode.metadata.nixl_wire import fetch_blob
 from hibernode.metadata.records import BackendPayload, BackendType, SourceInstance, SourceRecord, WorkerRecord
 from hibernode.metadata.shelf import ContentKey, content_key
-from hibernode.metadata.wire import P2P, found_parts, tensors_of
+from hibernode.metadata.wire import P2P, blob_in, found_parts, tensors_of
 
 log = logging.getLogger("hibernode.metadata")
 
@@ -76,28 +76,45 @@ class Blobs:
         """Tell whether a worker was asked of late and did not confirm."""
         return time.monotonic() < self._suspects.get(content_key(one), 0.0)
 
-    async def answer(self, record: SourceRecord, owner: str, node: Node | None) -> bytes:
+    async def answer(self, record: SourceRecord, owner: str, node: Node | None) -> tuple[bytes, bool]:
         """Encode the lasting part of an answer: with the worker's blob if it confirms, else as published.
 
-        ``owner`` is whose the record is; ``node`` None: no worker is to be asked.
+        ``owner`` is whose the record is; ``node`` None: no worker is to be asked. Returns also whether the
+        worker has confirmed it.
         """
-        worker, key = record.worker, content_key(record.instance)
+        worker = record.worker
         assert worker is not None
         if node is None or not _askable(worker, owner, node):
+            key = content_key(record.instance)
             entry = self._entries.get(key)
             if entry is None or entry.digest:
                 entry = _Entry(found_parts(record), "", 0.0)
                 self._put(key, entry)
-            return entry.encoded
+            return entry.encoded, False
+        entry = await self._confirmed(record, worker, owner, node)
+        return (found_parts(record), False) if entry is None else (entry.encoded, True)
+
+    async def blob(self, record: SourceRecord, owner: str, node: Node) -> bytes | None:
+        """Return a worker's blob if the worker confirms it."""
+        worker = record.worker
+        if worker is None or not _askable(worker, owner, node):
+            return None
+        entry = await self._confirmed(record, worker, owner, node)
+        return None if entry is None else await asyncio.to_thread(blob_in, entry.encoded)
+
+    async def _confirmed(
+        self, record: SourceRecord, worker: WorkerRecord, owner: str, node: Node
+    ) -> _Entry | None:
+        """Find what the worker confirmed a moment ago, or ask it; None when it does not confirm."""
+        key = content_key(record.instance)
         if (entry := self._fresh(key)) is not None:
             self.counts["cached"] += 1
-            return entry.encoded
+            return entry
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._ask(key, record, worker, owner, node))
             task.add_done_callback(lambda _: self._asked.pop(key, None))
-        entry = await asyncio.shield(task)
-        return found_parts(record) if entry is None else entry.encoded
+        return await asyncio.shield(task)
 
     def _fresh(self, key: ContentKey) -> _Entry | None:
         entry = self._entries.get(key)

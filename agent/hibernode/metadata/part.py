@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hibernode.errors import HibernodeError, StorageError, UnavailableError, UsageError
+from hibernode.host import procfs
 from hibernode.listen import SocketLock, tcp_sockets
 from hibernode.metadata.access import Gate, Reviewer, by_address, by_credentials, is_loopback
-from hibernode.metadata.backend import MetadataBackend
+from hibernode.metadata.backend import ChangeKind, MetadataBackend
 from hibernode.metadata.blobs import Blobs
 from hibernode.metadata.front import Doors, Front
 from hibernode.metadata.locality import LocalPlaces, Places
 from hibernode.metadata.meter import Meter
+from hibernode.metadata.nixl_ports import NixlPorts
+from hibernode.metadata.owners import OwnerWatch
+from hibernode.metadata.reaper import LEASE, Limits, Reaper
 from hibernode.settings import Settings
+from hibernode.workload import ProcessKey
 
 if TYPE_CHECKING:
     import grpc
@@ -58,7 +65,7 @@ class MetadataPart:
         reviewer: Reviewer | None = None,
         places: Places | None = None,
     ) -> None:
-        self._settings = settings.metadata
+        self._settings, self._node = settings.metadata, settings.node
         self._private = settings.state_dir / "metadata"
         self._given, self._reviewer = backend, reviewer
         self._places = places or LocalPlaces(settings.node)
@@ -78,6 +85,8 @@ class MetadataPart:
         self._grpc: grpc.aio.Server | None = None
         self._service: Service | None = None
         self._api: KubeApi | None = None
+        self._owners: OwnerWatch | None = None
+        self._reaper: Reaper | None = None
         self.backend: MetadataBackend | None = None
         self.addresses: list[tuple[str, int]] = []
         self.trouble = "starting"
@@ -110,9 +119,12 @@ class MetadataPart:
 
             self._reviewer = KubeReviewer(await self._connection(), found.audiences)
         gate = Gate(self._reviewer, accounts=found.accounts, keep_names=self.backend.name == "sqlite")
+        self._owners = OwnerWatch(self.backend)
+        self._reaper = await self._make_reaper(self.backend, self._owners)
         self._service = Service(
             self.backend,
             gate=gate,
+            owners=self._owners,
             places=self._places,
             blobs=self._blobs,
             meter=self._meter,
@@ -125,6 +137,10 @@ class MetadataPart:
                 locality=found.locality,
             ),
         )
+        if found.nixl_listen:
+            ports = NixlPorts(found.nixl_listen, self._service.confirmed_blob, reachable=found.nixl_open)
+            await ports.check()
+            self._service.ports = ports
         self._grpc = grpc.aio.server(options=_options(found.max_message_bytes))
         self._grpc.add_generic_rpc_handlers(self._service.handlers())
         try:
@@ -152,9 +168,10 @@ class MetadataPart:
             self._front.listen(sock, by_address)
 
     async def run(self) -> None:
-        """Reach the backend, as often as it takes, and then wait until cancelled."""
+        """Reach the backend, as often as it takes, and then keep the records tidy until cancelled."""
         assert self.backend is not None
         assert self._service is not None
+        assert self._reaper is not None
         while not self._service.ready:
             try:
                 await self.backend.connect()
@@ -166,7 +183,39 @@ class MetadataPart:
             else:
                 self.trouble, self._service.ready = "", True
                 log.info("metadata: records from %s, socket %s", self.backend.name, self._settings.socket)
-        await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._reaper.run(self._settings.scan_seconds))
+            group.create_task(self._follow(self.backend, self._service))
+
+    async def _follow(self, backend: MetadataBackend, service: Service) -> None:
+        """Keep nothing of records that are removed, whoever removes them."""
+        assert self._owners is not None
+        while True:
+            try:
+                async for change in backend.watch():
+                    one = change.instance
+                    if change.kind is not ChangeKind.GONE or one is None:
+                        continue
+                    key = (one.source_id, one.worker_id)
+                    if await service.find(*key) is None:  # else it came back since, and has its new process
+                        self._owners.forget(key)
+                        if service.ports is not None:
+                            await service.ports.drop(key)
+            except UnavailableError as error:
+                log.warning("metadata: %s", error.message)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    @asynccontextmanager
+    async def freezing(self, pid: int) -> AsyncIterator[int]:
+        """Have the records of a process and of all below it STALE while it is checkpointed.
+
+        Gives how many there are; entering takes some seconds at most, and raises nothing.
+        """
+        if self._owners is None:
+            yield 0
+            return
+        async with self._owners.freezing(await asyncio.to_thread(_tree, pid)) as count:
+            yield count
 
     async def stop(self) -> None:
         """Close everything."""
@@ -176,11 +225,15 @@ class MetadataPart:
             await self._grpc.stop(GRACE_SECONDS)
         await self._front.stop()
         await self._blobs.close()
+        if self._service is not None and self._service.ports is not None:
+            await self._service.ports.close()
+        if self._owners is not None:
+            await self._owners.close()
         if self.backend is not None:
             await self.backend.close()
         if self._api is not None:
             await self._api.close()
-        self.backend = self._grpc = self._service = self._api = None
+        self.backend = self._grpc = self._service = self._api = self._owners = self._reaper = None
         self._lock.release()
         self.addresses.clear()
 
@@ -195,10 +248,30 @@ class MetadataPart:
         api = KubeApi(await load_configuration(self._settings.kubeconfig))
         return KubernetesBackend(api, self._settings.namespace or _own_namespace())
 
-    async def _connection(self) -> KubeApi:
-        from hibernode.kube.api import KubeApi, load_configuration  # noqa: PLC0415
+    async def _make_reaper(self, backend: MetadataBackend, owners: OwnerWatch) -> Reaper:
+        from hibernode.metadata.living import Living  # noqa: PLC0415 - as the others
 
-        self._api = KubeApi(await load_configuration(self._settings.kubeconfig))
+        found, api, lease = self._settings, None, None
+        if backend.name == "kubernetes":
+            from hibernode.kube.lease import SECONDS, Lease  # noqa: PLC0415 - only in a cluster
+
+            api = await self._connection()
+            holder = f"{self._node}_{secrets.token_hex(8)}"
+            seconds = max(SECONDS, int(3 * found.scan_seconds))
+            lease = Lease(api, found.namespace or _own_namespace(), LEASE, holder, seconds=seconds)
+        return Reaper(
+            backend,
+            owner_lives=Living(owners, self._places, api),
+            lease=lease,
+            limits=Limits(found.stale_seconds, found.remove_seconds),
+        )
+
+    async def _connection(self) -> KubeApi:
+        """Connect to the API server, for what is not the backend's own."""
+        if self._api is None:
+            from hibernode.kube.api import KubeApi, load_configuration  # noqa: PLC0415
+
+            self._api = KubeApi(await load_configuration(self._settings.kubeconfig))
         return self._api
 
     # what the agent asks ------------------------------------------------------------------------------
@@ -229,6 +302,7 @@ class MetadataPart:
             "unreadable": stats.unreadable,
             "listAgeSeconds": stats.age_seconds,
             "connections": self._front.connections,
+            "watched": 0 if self._owners is None else len(self._owners),
         }
 
     def reading(self) -> Mapping[str, float | Mapping[str, float]]:
@@ -244,8 +318,24 @@ class MetadataPart:
             "hibernode_metadata_connections": self._front.connections,
             "hibernode_metadata_refused_connections_total": dict(self._front.refused),
             "hibernode_metadata_blobs_total": dict(self._blobs.counts),
+            "hibernode_metadata_watched_records": 0 if self._owners is None else len(self._owners),
+            "hibernode_metadata_reaped_records_total": dict(self._reaper.totals) if self._reaper else {},
+            "hibernode_metadata_nixl_ports": self._ports,
             "hibernode_metadata_backend_retries_total": stats.retries,
         }
+
+    @property
+    def _ports(self) -> int:
+        ports = None if self._service is None else self._service.ports
+        return 0 if ports is None else len(ports)
+
+
+def _tree(pid: int) -> set[ProcessKey]:
+    """List a process and all below it; none if it has ended."""
+    try:
+        return {stat.key for stat in procfs.tree(pid)}
+    except OSError:
+        return set()
 
 
 def _options(max_message: int) -> list[tuple[str, int]]:

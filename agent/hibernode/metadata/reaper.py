@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -19,7 +21,7 @@ from hibernode.errors import ConflictError, HibernodeError, NotFoundError
 from hibernode.kube.lease import Lease
 from hibernode.metadata.backend import MetadataBackend
 from hibernode.metadata.publish import acceptable
-from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
+from hibernode.metadata.records import SourceInstance, SourceStatus
 from hibernode.metadata.times import MS
 
 LEASE: Final = "hibernode-metadata-reaper"
@@ -27,6 +29,9 @@ LEASE: Final = "hibernode-metadata-reaper"
 
 SCAN_SECONDS: Final = 30.0
 """Upstream's MX_REAPER_SCAN_INTERVAL_SECS."""
+
+RELEASE_SECONDS: Final = 2.0
+"""What an agent that stops waits for the API server to take the lease back; it runs out anyway."""
 
 LIVING: Final = frozenset({SourceStatus.READY, SourceStatus.INITIALIZING})
 
@@ -90,15 +95,15 @@ class _Sight:
 class Reaper:
     """Scans the records of ``backend``; with a ``lease``, only while it is held.
 
-    ``owner_lives`` is asked about owners of records that are UNKNOWN or not whole. ``clock`` gives
-    nanoseconds since 1970.
+    ``owner_lives`` is asked about records that would be removed though they were never marked: UNKNOWN, or
+    not whole. ``clock`` gives nanoseconds since 1970. ``totals`` adds up what the scans did.
     """
 
     def __init__(
         self,
         backend: MetadataBackend,
         *,
-        owner_lives: Callable[[PodRef], bool],
+        owner_lives: Callable[[SourceInstance], Awaitable[bool]],
         lease: Lease | None = None,
         limits: Limits = Limits(),
         clock: Callable[[], int] = time.time_ns,
@@ -107,6 +112,7 @@ class Reaper:
         self._limits, self._clock = limits, clock
         self._sights: dict[tuple[str, str], _Sight] = {}
         self._last = 0
+        self.totals = Counter(asdict(Reaped()))
 
     async def run(self, interval: float = SCAN_SECONDS) -> None:
         """Scan for ever; no failure ends it. The lease is given back at the end."""
@@ -121,7 +127,9 @@ class Reaper:
                 await asyncio.sleep(interval)
         finally:
             if self._lease is not None:
-                await self._lease.release()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RELEASE_SECONDS):
+                        await self._lease.release()
 
     async def turn(self) -> Reaped | None:
         """Scan if it is this agent's turn; None if another one does.
@@ -142,17 +150,19 @@ class Reaper:
         found = await self._backend.list_workers()
         now = self._clock() // MS
         self._look(found, now)
-        counts = dict.fromkeys(("marked", "removed", "kept", "failed"), 0)
+        done = Counter[str]()
         for one in found:
             age = now - self._sights[one.source_id, one.worker_id].since
-            owned = one.owner is not None and self._owner_lives(one.owner)
-            verdict = decide(one, age, self._limits, owned=owned)
+            verdict = decide(one, age, self._limits, owned=False)
+            if verdict is Verdict.REMOVE and not (one.whole and one.status is SourceStatus.STALE):
+                verdict = decide(one, age, self._limits, owned=await self._owner_lives(one))
             if verdict is Verdict.KEEP:
                 continue
             if self._lease is not None and not self._lease.left():
                 break
-            counts[await self._carry_out(one, verdict)] += 1
-        return Reaped(**counts)
+            done[await self._carry_out(one, verdict)] += 1
+        self.totals.update(done)
+        return Reaped(**done)
 
     def _look(self, found: list[SourceInstance], now: int) -> None:
         """Note since when each record is as it is."""

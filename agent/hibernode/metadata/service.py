@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ from hibernode.metadata.identity import ids_of, mx_source_id
 from hibernode.metadata.ids import SourceId, WorkerId
 from hibernode.metadata.locality import Node, Places, is_local, prefer
 from hibernode.metadata.meter import Meter
+from hibernode.metadata.nixl_ports import NixlPorts
+from hibernode.metadata.owners import OwnerWatch
 from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
 from hibernode.metadata.times import MS
 from hibernode.metadata.wire import (
@@ -95,6 +98,7 @@ class Service:
         backend: MetadataBackend,
         *,
         gate: Gate,
+        owners: OwnerWatch,
         places: Places,
         blobs: Blobs,
         meter: Meter,
@@ -103,10 +107,12 @@ class Service:
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self._backend, self._gate, self._places, self._blobs = backend, gate, places, blobs
+        self._owners = owners
         self._meter, self._caller, self._rules, self._clock = meter, caller, rules, clock
         self._working, self._watching = Counter[str](), Counter[str]()
         self._large = asyncio.Semaphore(LARGE)
         self.ready = False
+        self.ports: NixlPorts | None = None
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Build what :meth:`grpc.aio.Server.add_generic_rpc_handlers` takes."""
@@ -227,8 +233,10 @@ class Service:
             source_id = mx_source_id(identity)
             worker = await asyncio.to_thread(worker_of, request.worker)
             owner = self._gate.owner(caller, PodRef(request.pod_name, request.pod_uid, request.pod_namespace))
-            self._gate.check(caller, await self._find(source_id, worker_id), (source_id, worker_id))
-            done = await self._backend.publish_metadata(identity, worker_id, worker, owner=owner)
+            key = (source_id, worker_id)
+            self._gate.check(caller, await self.find(*key), key)
+            async with self._owners.publishing(caller, key, worker.rank):
+                done = await self._backend.publish_metadata(identity, worker_id, worker, owner=owner)
         except (InvalidArgumentError, TooLargeError) as error:
             answer.message = _said(error)
             return False, answer.SerializeToString()
@@ -279,33 +287,48 @@ class Service:
             return True, b""
         one = record.instance
         node = await self._node(caller)
-        owner = self._gate.owner_key(one, (one.source_id, one.worker_id))
+        key = (one.source_id, one.worker_id)
+        owner = self._gate.owner_key(one, key)
         ask = node is not None and one.status is SourceStatus.READY and self._near(one, node)
-        return True, await self._blobs.answer(record, owner, node if ask else None) + found_now(record)
+        parts, confirmed = await self._blobs.answer(record, owner, node if ask else None)
+        endpoint = await self.ports.endpoint(key, owner) if confirmed and self.ports is not None else ""
+        return True, parts + found_now(record, endpoint)
+
+    async def confirmed_blob(self, key: tuple[str, str]) -> bytes | None:
+        """Find the blob of a READY worker of this node, if the worker confirms it."""
+        record = await self._backend.get_metadata(*key)
+        if record is None or record.instance.status is not SourceStatus.READY:
+            return None
+        node = await self._places.node()
+        if not self._near(record.instance, node):
+            return None
+        return await self._blobs.blob(record, self._gate.owner_key(record.instance, key), node)
 
     async def _update(self, request: Any, caller: Caller) -> tuple[bool, bytes]:
         answer = P2P.UpdateStatusResponse()
         try:
             source_id, worker_id = SourceId(request.mx_source_id), WorkerId(request.worker_id)
             status = _status(request.status)
-            standing = await self._find(source_id, worker_id)
-            self._gate.check(caller, standing, (source_id, worker_id))
+            standing = await self.find(source_id, worker_id)
+            key = (standing.source_id if standing is not None else source_id, worker_id)
+            self._gate.check(caller, standing, key)
             load = request.source_load if request.HasField("source_load") else None
-            written = await self._backend.update_status(
-                source_id, worker_id, request.worker_rank, status, self._clock() // MS, source_load=load
-            )
+            lives = status in (SourceStatus.READY, SourceStatus.INITIALIZING)
+            async with self._owners.beating(caller, key, request.worker_rank) if lives else nullcontext():
+                written = await self._backend.update_status(
+                    *key, request.worker_rank, status, self._clock() // MS, source_load=load
+                )
         except (InvalidArgumentError, NotFoundError) as error:
             answer.message = _said(error)
             return False, answer.SerializeToString()
-        if standing is not None:
-            key = (standing.source_id, standing.worker_id)
-            if not self._gate.owner_key(standing, key):
-                self._gate.claim(caller, key)
+        if standing is not None and not self._gate.owner_key(standing, key):
+            self._gate.claim(caller, key)
         answer.success = True
         answer.message = "status updated" if written else "a newer status stands"
         return True, answer.SerializeToString()
 
-    async def _find(self, source_id: str, worker_id: str) -> SourceInstance | None:
+    async def find(self, source_id: str, worker_id: str) -> SourceInstance | None:
+        """Find what stands of a record."""
         found = await self._backend.list_workers(WorkerQuery(source_ids=[source_id]))
         return next((one for one in found if one.worker_id == worker_id), None)
 

@@ -156,14 +156,26 @@ def found_parts(record: SourceRecord) -> bytes:
     return encoded
 
 
-def found_now(record: SourceRecord) -> bytes:
+def blob_in(parts: bytes) -> bytes:
+    """Take the NIXL blob out of what :func:`found_parts` gave."""
+    blob: bytes = P2P.GetMetadataResponse.FromString(parts).worker.nixl_metadata
+    return blob
+
+
+def found_now(record: SourceRecord, metadata_endpoint: str = "") -> bytes:
     """Encode status and time of GetMetadata's answer, to stand behind :func:`found_parts`.
+
+    ``metadata_endpoint``: where we answer in the worker's stead; empty: it stays as it is.
 
     Protobuf merges a message that stands twice in the encoding, so a heartbeat costs some bytes of encoding
     in place of all tensors.
     """
     assert record.worker is not None
-    now = P2P.WorkerMetadata(status=int(record.worker.status), updated_at=record.worker.updated_at)
+    now = P2P.WorkerMetadata(
+        status=int(record.worker.status),
+        updated_at=record.worker.updated_at,
+        metadata_endpoint=metadata_endpoint,
+    )
     encoded: bytes = P2P.GetMetadataResponse(worker=now).SerializeToString()
     return encoded
 
