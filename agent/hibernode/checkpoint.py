@@ -36,6 +36,7 @@ from hibernode.criu.runner import Criu, CriuResult, find_criu, run_criu
 from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.containers import Container, container_of, hold
 from hibernode.discovery.signals import SignalDir, done_payload
+from hibernode.dump_options import dump_options
 from hibernode.errors import (
     BusyError,
     CriuError,
@@ -86,6 +87,7 @@ class Work:
     seen: seal.Description | None = None
     links: tuple[LinkFacts, ...] = ()
     manifest: Manifest | None = None
+    absent: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
 
     @property
     def final_path(self) -> Path:
@@ -94,6 +96,8 @@ class Work:
 
 
 Notify = Callable[[CheckpointId, Step], None]
+Absent = Callable[[int], contextlib.AbstractAsyncContextManager[object]]
+"""Entered with the pid of the tree's root before it is frozen, left when the checkpoint is over."""
 
 
 class Checkpointer:
@@ -106,12 +110,15 @@ class Checkpointer:
         state: StateDir,
         signals: SignalDir | None,
         notify: Notify | None = None,
+        *,
+        absent: Absent | None = None,
     ) -> None:
         self.settings = settings
         self.store = store
         self.state = state
         self.signals = signals
         self._notify = notify or (lambda _id, _step: None)
+        self._absent = absent or (lambda _pid: contextlib.nullcontext())
         self._steps: dict[Step, Callable[[Work], Awaitable[None]]] = {
             Step.LOCATE: self._locate,
             Step.PREFLIGHT: self._preflight,
@@ -197,7 +204,7 @@ class Checkpointer:
     async def _run_steps(self, work: Work) -> None:
         deadline = self.settings.checkpoint.deadline_seconds
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(deadline), work.absent:
                 for step in self._steps:
                     if step is Step.ROOTFS and work.dump is not None:
                         continue  # it was a part of the dump
@@ -237,6 +244,7 @@ class Checkpointer:
 
     async def _quiesce_gpu(self, work: Work) -> None:
         """Where the GPU's processes are locked and checkpointed; no GPU is driven yet."""
+        await work.absent.enter_async_context(self._absent(work.request.process.pid))
 
     async def _dump(self, work: Work) -> None:
         assert work.criu is not None
@@ -449,21 +457,6 @@ def _put_back(work: Work) -> None:
         log_path = work.staging.artifact_path / DUMP_LOG
         netlock.heal(work.request.process.pid, log_path, stopped=stopped)
     settle(work.request.process, work.before)
-
-
-def dump_options(settings: Settings, checked: Preflight) -> options.DumpOptions:
-    """Choose CRIU's options from the settings and what preflight has seen."""
-    criu = settings.criu
-    return options.DumpOptions(
-        leave=settings.checkpoint.leave,
-        shell_job=checked.shell_job,
-        tcp=checked.tcp,
-        file_locks=criu.file_locks,
-        link_remap=criu.link_remap,
-        ghost_limit_bytes=criu.ghost_limit_bytes,
-        freeze_timeout_seconds=criu.freeze_timeout_seconds,
-        log_level=criu.log_level,
-    )
 
 
 def _journal_facts(request: Request, staging: Staging) -> dict[str, Any]:

@@ -112,7 +112,11 @@ class Agent:
             Parts(
                 settings=settings,
                 signals=self.signals,
-                checkpointer=Checkpointer(*common, lambda id_, step: enter("checkpoint", id_, step)),
+                checkpointer=Checkpointer(
+                    *common,
+                    lambda id_, step: enter("checkpoint", id_, step),
+                    absent=self.metadata.freezing if self.metadata is not None else None,
+                ),
                 restorer=Restorer(*common, lambda id_, step: enter("restore", id_, step)),
                 jobs=self.queue,
                 events=self.event_log,
@@ -376,6 +380,11 @@ class Agent:
     def retry(self, id_: CheckpointId) -> dict[str, Any]:
         """Forget the failed attempts on an id and look at its request again."""
         return {"id": id_, "forgotten": self.state.attempts_clear(id_)}
+
+    async def absent(self, pid: int, asker: int) -> dict[str, Any]:
+        """Have a worker's metadata records Stale while the process ``asker`` freezes it."""
+        found = 0 if self.metadata is None else await self.metadata.freezing_by(asker, pid)
+        return {"pid": pid, "records": found}
 
     # health and metrics -------------------------------------------------------------------------------
 

@@ -36,6 +36,9 @@ log = logging.getLogger("hibernode.server")
 API_VERSION: Final = "hibernode.io/v1"
 MAX_EVENTS: Final = 1000
 _NUMBER: Final = re.compile(r"[1-9][0-9]{0,3}")
+_PID: Final = re.compile(r"[1-9][0-9]{0,6}")
+"""Up to PID_MAX_LIMIT of linux/threads.h, and some more."""
+
 _HTTP_STATUS: Final = {1: 404, 2: 400, 4: 409}
 """Exit code of an error to the status that carries it; 500 for the others."""
 
@@ -69,6 +72,9 @@ class Api(Protocol):
 
     def retry(self, id_: CheckpointId) -> dict[str, Any]:
         """Forget the failed attempts on an id."""
+
+    async def absent(self, pid: int, asker: int) -> dict[str, Any]:
+        """Count a worker as absent, since the process ``asker`` freezes it, until that one ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,7 @@ class Server:
             ("GET", "/v1/gpu"): self._gpu,
             ("POST", "/v1/gc"): self._gc,
             ("POST", "/v1/retry"): self._retry,
+            ("POST", "/v1/absent"): self._absent,
         }
         public: Routes = {
             ("GET", "/livez"): self._livez,
@@ -217,6 +224,14 @@ class Server:
     async def _retry(self, request: web.BaseRequest) -> Reply:
         id_ = CheckpointId(_query(request, "id").get("id", ""))
         return _object("Retry", await asyncio.to_thread(self._api.retry, id_))
+
+    async def _absent(self, request: web.BaseRequest) -> Reply:
+        text = _query(request, "pid").get("pid", "")
+        if _PID.fullmatch(text) is None:
+            raise UsageError(f"pid={text[:20]!r}", remedy="a process id")
+        sock = request.get_extra_info("socket")
+        asker = peer(sock)[0] if sock is not None else 0
+        return _object("Absence", await self._api.absent(int(text), asker))
 
 
 # HTTP -------------------------------------------------------------------------------------------------

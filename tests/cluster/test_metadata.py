@@ -106,7 +106,11 @@ async def test_the_reaper_works_with_the_role(store: Store) -> None:
     """It marks, and removes with preconditions."""
     await ready(store, "w0")
     await ready(store, "w1")
-    reaper = Reaper(store.backend, owner_lives=lambda _: False, clock=store.clock)
+
+    async def nobody(_: object) -> bool:
+        return False
+
+    reaper = Reaper(store.backend, owner_lives=nobody, clock=store.clock)
     store.clock.forward(91)
     assert await reaper.scan() == Reaped(marked=2)
     store.clock.forward(3500)

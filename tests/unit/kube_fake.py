@@ -178,7 +178,7 @@ class FakeKube:
     def _answer(self, request: web.Request, body: Any) -> tuple[int, dict[str, Any]]:
         match = re.fullmatch(
             r"/(?:api/v1|apis/modelexpress\.nvidia\.com/v1alpha1|apis/coordination\.k8s\.io/v1)"
-            r"/namespaces/([^/]+)/(configmaps|modelmetadatas|leases)(?:/([^/]+))?(/status)?",
+            r"/namespaces/([^/]+)/(configmaps|modelmetadatas|leases|pods)(?:/([^/]+))?(/status)?",
             request.path,
         )
         if match is None:

@@ -166,7 +166,7 @@ def publication(
 
 @asynccontextmanager
 async def serving(
-    places: Any = None, reviewer: Any = None, backend: Any = None, **settings: Any
+    places: Any = None, reviewer: Any = None, records: Any = None, **settings: Any
 ) -> AsyncIterator[Running]:
     """Run a service with the real sockets; callers are who ``client(who=...)`` says, else who they are."""
     with tempfile.TemporaryDirectory(prefix="hibernode-mx-") as name:
@@ -178,7 +178,7 @@ async def serving(
         )
         registry = CollectorRegistry()
         part = MetadataPart(
-            found, registry, places=places or FixedPlaces(), reviewer=reviewer, backend=backend
+            found, registry, places=places or FixedPlaces(), reviewer=reviewer, backend=records
         )
         running = Running(part, registry, path)
         await part.start()

@@ -18,7 +18,7 @@ NAMES: dict[str, Any] = {"pod_uid": A, "pod_name": "decode-0", "pod_namespace": 
 async def test_in_a_cluster_a_record_belongs_to_its_pods_object() -> None:
     """The owner outlives the agent; a pod that tells no name is remembered, and no owner is made up."""
     async with FakeKube() as kube:
-        async with serving(backend=kube_backend(kube.url, time.time_ns, total=1.0)) as service:
+        async with serving(records=kube_backend(kube.url, time.time_ns, total=1.0)) as service:
             async with service.client(pod(A)) as worker:
                 source = await worker.publish("named", **NAMES)
                 await worker.publish("nameless", 1)
@@ -35,7 +35,7 @@ async def test_in_a_cluster_a_record_belongs_to_its_pods_object() -> None:
         }
         assert [one["uid"] for one in owners["named"]] == [A]
         assert owners["nameless"] == []
-        async with serving(backend=kube_backend(kube.url, time.time_ns, total=1.0)) as service:
+        async with serving(records=kube_backend(kube.url, time.time_ns, total=1.0)) as service:
             async with service.client(pod(B)) as stranger:
                 assert (await refused(stranger.status(source, "named")))[0] is CODE.PERMISSION_DENIED
             async with service.client(pod(A)) as worker:
@@ -47,7 +47,7 @@ async def test_an_api_server_that_is_down_is_unavailable_and_comes_back() -> Non
     """A publication that cannot be written is no success, and no empty answer."""
     async with FakeKube() as kube:
         backend = kube_backend(kube.url, time.time_ns, total=1.0)
-        async with serving(backend=backend) as service, service.client(pod(A)) as worker:
+        async with serving(records=backend) as service, service.client(pod(A)) as worker:
             source = await worker.publish("w0", **NAMES)
             down = Fault(503)
             kube.faults.append(lambda *_: down)

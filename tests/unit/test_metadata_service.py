@@ -151,7 +151,7 @@ async def test_lists_filter_as_upstream() -> None:
 async def test_ready_lists_leave_out_who_has_not_been_heard_of(tmp_path: Path) -> None:
     """A heartbeat older than the limit is not READY; lists without the filter still have it."""
     backend = SqliteBackend(tmp_path / "db")
-    async with serving(backend=backend) as service, service.client() as client:
+    async with serving(records=backend) as service, service.client() as client:
         source = await client.publish()
         now = (await client.list())[0].updated_at
         assert await backend.update_status(source, "w0", 0, SourceStatus.READY, now)
@@ -183,7 +183,7 @@ class Broken(SqliteBackend):
 async def test_an_outage_is_never_an_empty_answer(tmp_path: Path) -> None:
     """UNAVAILABLE for an outage, DATA_LOSS for a record that is not whole, INTERNAL for a fault of ours."""
     backend = Broken(tmp_path / "db")
-    async with serving(backend=backend) as service, service.client() as client:
+    async with serving(records=backend) as service, service.client() as client:
         source = await client.publish()
         for error, code in (
             (UnavailableError("down"), CODE.UNAVAILABLE),

@@ -78,6 +78,10 @@ class Agent:
         self._note("retry", id_)
         return {"id": id_}
 
+    async def absent(self, pid: int, asker: int) -> dict[str, Any]:
+        self._note("absent", pid, asker)
+        return {"pid": pid}
+
 
 def settings(directory: Path, listen: str = "127.0.0.1:0") -> Settings:
     return Settings(
@@ -409,6 +413,7 @@ async def test_the_api_answers_the_client(tmp_path):
         assert (await ask(lambda: api.post("/v1/gc")))["dryRun"] is True
         assert (await ask(lambda: api.post("/v1/gc", dry_run="false")))["items"] == [{"id": ID}]
         assert (await ask(lambda: api.post("/v1/retry", id=ID)))["id"] == ID
+        assert (await ask(lambda: api.post("/v1/absent", pid=77)))["kind"] == "Absence"
     assert agent.asked == [
         ("status",),
         ("events", 7),
@@ -417,6 +422,7 @@ async def test_the_api_answers_the_client(tmp_path):
         ("gc", True),
         ("gc", False),
         ("retry", ID),
+        ("absent", 77, os.getpid()),
     ]
 
 
@@ -445,6 +451,10 @@ async def test_the_status_may_be_a_coroutine(tmp_path):
         ("get", "/v1/events", {"path": "/etc/passwd"}),
         ("post", "/v1/gc", {"dry_run": "maybe"}),
         ("post", "/v1/gc", {"dryrun": "true"}),
+        ("post", "/v1/absent", {}),
+        ("post", "/v1/absent", {"pid": "0"}),
+        ("post", "/v1/absent", {"pid": "-1"}),
+        ("post", "/v1/absent", {"pid": "99999999"}),
         ("post", "/v1/retry", {}),
         ("post", "/v1/retry", {"id": "../x"}),
         ("post", "/v1/retry", {"id": "9" * 300}),

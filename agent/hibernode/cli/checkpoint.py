@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -25,10 +27,16 @@ from hibernode.errors import HibernodeError, UsageError
 from hibernode.workload import ERA_A1, CheckpointId
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
     from hibernode.answers import Outcome
     from hibernode.discovery.locate import Contract
     from hibernode.host.procfs import Process
     from hibernode.settings import Settings
+
+ABSENT_SECONDS: Final = 10.0
+"""The agent answers when the worker's metadata records are Stale, or after five seconds."""
 
 
 @click.command("checkpoint")
@@ -117,11 +125,11 @@ def _dry_run(settings: Settings, process: Process, output: str) -> None:
     import shlex
     from pathlib import Path
 
-    from hibernode.checkpoint import dump_options
     from hibernode.container import dump as containers
     from hibernode.criu.options import dump_args
     from hibernode.criu.runner import find_criu
     from hibernode.discovery.containers import container_of
+    from hibernode.dump_options import dump_options
     from hibernode.preflight import preflight
 
     criu = find_criu(settings.criu.binary)
@@ -162,7 +170,12 @@ def _run(
     async def work() -> Outcome:
         with Progress(f"checkpoint {id_}") as progress:
             checkpointer = Checkpointer(
-                settings, store, state, signals, lambda _id, step: progress.label(step.value)
+                settings,
+                store,
+                state,
+                signals,
+                lambda _id, step: progress.label(step.value),
+                absent=lambda pid: _absent(settings.server.socket, pid),
             )
             return await checkpointer.run(Request(id_, process, contract, Trigger.COMMAND, replace=replace))
 
@@ -191,6 +204,20 @@ def _run(
         )
 
     emit("Checkpoint", data, output, render)
+
+
+@asynccontextmanager
+async def _absent(path: Path, pid: int) -> AsyncIterator[None]:
+    """Have an agent that runs count the worker as absent, for as long as this process lives."""
+    from hibernode.client import NO_AGENT, AgentClient
+
+    try:
+        client = AgentClient(path, timeout=ABSENT_SECONDS)
+        await asyncio.to_thread(client.post, "/v1/absent", pid=pid)
+    except HibernodeError as error:
+        if error.reason != NO_AGENT:
+            click.echo(f"the agent was not told, so peers find out by themselves: {error.message}", err=True)
+    yield
 
 
 def failure(outcome: Outcome) -> HibernodeError:

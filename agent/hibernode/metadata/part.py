@@ -6,14 +6,14 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hibernode.errors import HibernodeError, StorageError, UnavailableError, UsageError
-from hibernode.host import procfs
 from hibernode.listen import SocketLock, tcp_sockets
+from hibernode.metadata.absence import Absences
 from hibernode.metadata.access import Gate, Reviewer, by_address, by_credentials, is_loopback
 from hibernode.metadata.backend import ChangeKind, MetadataBackend
 from hibernode.metadata.blobs import Blobs
@@ -24,7 +24,6 @@ from hibernode.metadata.nixl_ports import NixlPorts
 from hibernode.metadata.owners import OwnerWatch
 from hibernode.metadata.reaper import LEASE, Limits, Reaper
 from hibernode.settings import Settings
-from hibernode.workload import ProcessKey
 
 if TYPE_CHECKING:
     import grpc
@@ -86,6 +85,7 @@ class MetadataPart:
         self._service: Service | None = None
         self._api: KubeApi | None = None
         self._owners: OwnerWatch | None = None
+        self._absences: Absences | None = None
         self._reaper: Reaper | None = None
         self.backend: MetadataBackend | None = None
         self.addresses: list[tuple[str, int]] = []
@@ -120,6 +120,7 @@ class MetadataPart:
             self._reviewer = KubeReviewer(await self._connection(), found.audiences)
         gate = Gate(self._reviewer, accounts=found.accounts, keep_names=self.backend.name == "sqlite")
         self._owners = OwnerWatch(self.backend)
+        self._absences = Absences(self._owners)
         self._reaper = await self._make_reaper(self.backend, self._owners)
         self._service = Service(
             self.backend,
@@ -205,17 +206,19 @@ class MetadataPart:
                 log.warning("metadata: %s", error.message)
             await asyncio.sleep(RETRY_SECONDS)
 
-    @asynccontextmanager
-    async def freezing(self, pid: int) -> AsyncIterator[int]:
+    def freezing(self, pid: int) -> AbstractAsyncContextManager[int]:
         """Have the records of a process and of all below it STALE while it is checkpointed.
 
         Gives how many there are; entering takes some seconds at most, and raises nothing.
         """
-        if self._owners is None:
-            yield 0
-            return
-        async with self._owners.freezing(await asyncio.to_thread(_tree, pid)) as count:
-            yield count
+        return nullcontext(0) if self._absences is None else self._absences.freezing(pid)
+
+    async def freezing_by(self, asker: int, pid: int) -> int:
+        """Have them STALE for as long as the process ``asker`` lives; returns how many there are.
+
+        :raises RefusedError: ``PeerUnknown``: it has ended, or its pids are not ours.
+        """
+        return 0 if self._absences is None else await self._absences.until_end_of(asker, pid)
 
     async def stop(self) -> None:
         """Close everything."""
@@ -225,6 +228,8 @@ class MetadataPart:
             await self._grpc.stop(GRACE_SECONDS)
         await self._front.stop()
         await self._blobs.close()
+        if self._absences is not None:
+            await self._absences.close()
         if self._service is not None and self._service.ports is not None:
             await self._service.ports.close()
         if self._owners is not None:
@@ -233,7 +238,8 @@ class MetadataPart:
             await self.backend.close()
         if self._api is not None:
             await self._api.close()
-        self.backend = self._grpc = self._service = self._api = self._owners = self._reaper = None
+        self.backend = self._grpc = self._service = self._api = None
+        self._owners = self._absences = self._reaper = None
         self._lock.release()
         self.addresses.clear()
 
@@ -252,7 +258,7 @@ class MetadataPart:
         from hibernode.metadata.living import Living  # noqa: PLC0415 - as the others
 
         found, api, lease = self._settings, None, None
-        if backend.name == "kubernetes":
+        if found.backend == "kubernetes":
             from hibernode.kube.lease import SECONDS, Lease  # noqa: PLC0415 - only in a cluster
 
             api = await self._connection()
@@ -328,14 +334,6 @@ class MetadataPart:
     def _ports(self) -> int:
         ports = None if self._service is None else self._service.ports
         return 0 if ports is None else len(ports)
-
-
-def _tree(pid: int) -> set[ProcessKey]:
-    """List a process and all below it; none if it has ended."""
-    try:
-        return {stat.key for stat in procfs.tree(pid)}
-    except OSError:
-        return set()
 
 
 def _options(max_message: int) -> list[tuple[str, int]]:
