@@ -12,12 +12,14 @@ from typing import Any
 import grpc
 import pytest
 
-from hibernode.metadata import proto
+from hibernode.errors import HibernodeError, NotFoundError, StorageError, UsageError
+from hibernode.metadata import nixl_ports, proto
 from hibernode.metadata.access import Reviewed
 from hibernode.metadata.locality import LocalPlaces, Node, is_local, prefer, reachable, split_endpoint
-from hibernode.metadata.nixl_wire import serve
+from hibernode.metadata.nixl_wire import fetch_blob, serve
 from hibernode.metadata.records import PodRef, SourceInstance
 from hibernode.metadata.service import CHANGES
+from tests.unit.metadata_kit import until
 from tests.unit.service_kit import (
     CODE,
     LOCAL,
@@ -28,6 +30,7 @@ from tests.unit.service_kit import (
     FixedPlaces,
     Tokens,
     identity,
+    open_files,
     pod,
     publication,
     refused,
@@ -239,6 +242,99 @@ async def test_a_worker_that_hangs_costs_a_bounded_time() -> None:
             found = await asyncio.gather(*(client.get(source, "w0") for _ in range(10)))
             assert {each.worker.worker_grpc_endpoint for each in found} == {endpoint}
             assert service.blobs.counts["unconfirmed"] == 1
+
+
+async def test_a_nixl_agent_fetches_a_confirmed_blob_from_us() -> None:
+    """At the port that the answer names; not once the worker is Stale, gone, or another agent."""
+    given = blob(b"worker-a")
+    async with (
+        worker_at(manifest, given) as endpoints,
+        serving(LOCAL, confirm_keep_seconds=0, nixl_listen="127.0.0.1") as service,
+        service.client() as client,
+    ):
+        source = await client.publish(count=0, **endpoints)
+        worker = (await client.get(source, "w0")).worker
+        assert (worker.nixl_metadata, worker.worker_grpc_endpoint) == (given, "")
+        assert worker.metadata_endpoint != endpoints["metadata_endpoint"]
+        host, port = worker.metadata_endpoint.rsplit(":", 1)
+        assert host == "127.0.0.1"
+        assert await fetch_blob(host, int(port), deadline=20) == given
+        assert (await client.get(source, "w0")).worker.metadata_endpoint == worker.metadata_endpoint
+        assert service.part.reading()["hibernode_metadata_nixl_ports"] == 1
+        for status, reason in ((3, "NoBlob"), (READY, "")):
+            await client.status(source, "w0", status=status)
+            if reason:
+                with pytest.raises(NotFoundError) as caught:
+                    await fetch_blob(host, int(port), deadline=20)
+                assert caught.value.reason == reason
+        await client.publish(count=0, **{**endpoints, "agent_name": "worker-b"})
+        with pytest.raises(NotFoundError):
+            await fetch_blob(host, int(port), deadline=20)
+        await service.backend.remove_worker(source, "w0")
+        await until(lambda: service.part.reading()["hibernode_metadata_nixl_ports"] == 0)
+        with pytest.raises(NotFoundError) as caught:
+            await fetch_blob(host, int(port), deadline=20)
+        assert caught.value.reason == "ListenerUnreachable"
+
+
+async def test_a_record_that_names_our_own_port_is_not_confirmed_by_us() -> None:
+    """It would be asked for its blob in a circle: that ends with the time for a confirmation."""
+    async with (
+        worker_at(manifest, blob(b"worker-a")) as endpoints,
+        serving(LOCAL, confirm_keep_seconds=0, confirm_seconds=0.5, nixl_listen="127.0.0.1") as service,
+        service.client() as client,
+    ):
+        source = await client.publish(count=0, **endpoints)
+        ours = (await client.get(source, "w0")).worker.metadata_endpoint
+        await client.publish(count=0, **{**endpoints, "metadata_endpoint": ours})
+        assert (await client.get(source, "w0")).worker.nixl_metadata == b""
+
+
+async def test_ports_for_nixl_agents_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pod's oldest port goes for its newest one, and takes none of another pod's."""
+    monkeypatch.setattr(nixl_ports, "MAX_PORTS", 3)
+    monkeypatch.setattr(nixl_ports, "PER_OWNER", 2)
+
+    async def find(key: tuple[str, str]) -> bytes | None:
+        return key[1].encode()
+
+    ports = nixl_ports.NixlPorts("127.0.0.1", find)
+    await ports.check()
+    before = open_files()
+    at = {name: await ports.endpoint(("s", name), name[0]) for name in ("a0", "b0", "a1", "a2", "b1")}
+    assert (len(ports), at["b1"]) == (3, "")
+    assert await ports.endpoint(("s", "b0"), "b") == at["b0"]
+    for name in ("b0", "a1", "a2"):
+        host, port = at[name].rsplit(":", 1)
+        assert await fetch_blob(host, int(port), deadline=20) == name.encode()
+    with pytest.raises(NotFoundError):
+        await fetch_blob("127.0.0.1", int(at["a0"].rsplit(":", 1)[1]), deadline=20)
+    many = [socket.create_connection(("127.0.0.1", int(at["a1"].rsplit(":", 1)[1]))) for _ in range(100)]
+    assert await fetch_blob("127.0.0.1", int(at["a1"].rsplit(":", 1)[1]), deadline=20) == b"a1"
+    for sock in many:
+        sock.close()
+    await ports.close()
+    await until(lambda: open_files() <= before)
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "reason"),
+    [
+        ("0.0.0.0", UsageError, "OpenToAll"),
+        ("192.0.2.1", UsageError, "OpenToAll"),
+        ("127.0.0.999", UsageError, "OpenToAll"),
+        ("192.0.2.1 open", StorageError, "ListenFailed"),
+    ],
+)
+async def test_a_nixl_address_that_cannot_be_is_an_error_at_the_start(
+    address: str, error: type[HibernodeError], reason: str
+) -> None:
+    """Other machines reach no blob unless that is said in as many words."""
+    host, _, how = address.partition(" ")
+    with pytest.raises(error) as caught:
+        async with serving(nixl_listen=host, nixl_open=bool(how)):
+            pass
+    assert caught.value.reason == reason
 
 
 async def test_the_cache_of_answers_is_bounded() -> None:
