@@ -32,6 +32,12 @@ class Stock:
         self._target, self._env, self._joins = target, env, joins
         self._process: asyncio.subprocess.Process | None = None
 
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        assert self._process is not None
+        return self._process.pid
+
     async def __aenter__(self) -> Self:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(("MX_", "POD_"))}
         self._process = await asyncio.create_subprocess_exec(

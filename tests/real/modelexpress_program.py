@@ -121,6 +121,7 @@ class Program:
             "blob": base64.b64encode(worker.nixl_metadata).decode(),
             "agent": worker.agent_name,
             "endpoint": worker.worker_grpc_endpoint,
+            "listener": worker.metadata_endpoint,
             "tensors": [[one.name, one.addr, one.size] for one in worker_tensor_descriptors(worker)],
         }
 

@@ -64,7 +64,8 @@ async def test_the_stock_client_works_unchanged(door: str) -> None:
             assert updated > 0
             answer = await peer.do("get", source=found, worker_id=worker)
             assert answer == {
-                "found": True, "status": 2, "blob": blob, "agent": "", "endpoint": "", "tensors": memory
+                "found": True, "status": 2, "blob": blob, "agent": "", "endpoint": "", "listener": "",
+                "tensors": memory,
             }  # fmt: skip
             # The client's own id for this name is another one, and finds the same record.
             alias = await peer.do("source_id", model=MODEL)
@@ -126,12 +127,19 @@ async def test_a_pod_publishes_for_itself_only(cgroup_kit: Cgroups) -> None:
 
 @pytest.mark.nixl
 async def test_a_peer_gets_the_blob_from_us_and_reads_64_mib_before_and_after_a_restart() -> None:
-    """The worker confirms its record, the peer loads its blob; restarted under its name, it is read again."""
+    """The worker confirms its record, the peer loads its blob; killed it is gone, restarted it is read again.
+
+    Nothing but the end of its process can take it from the list: a heartbeat counts for 90 s. The peer takes
+    the first blob from the answer, and the second as NIXL agents do, from the port that the answer names.
+    """
     generations: list[int] = []
-    async with serving(LOCAL, confirm_keep_seconds=0) as service, Stock(service.target) as asker:
+    async with (
+        serving(LOCAL, confirm_keep_seconds=0, nixl_listen="127.0.0.1") as service,
+        Stock(service.target) as asker,
+    ):
         changes = asyncio.create_task(_generations(service.target, generations))
-        with free_port() as port:
-            async with Agent("target") as target:
+        with free_port() as port, free_port() as own:
+            async with Agent("target", port=own) as target:
                 for seed in (1, 2):
                     async with (
                         Agent("mx-auto-worker0-1", port=port) as source,
@@ -149,13 +157,19 @@ async def test_a_peer_gets_the_blob_from_us_and_reads_64_mib_before_and_after_a_
                         )
                         [[found, _, _, _]] = await asker.wait_ready(MODEL, "cafe0123")
                         answer = await confirmed(asker, found)
-                        assert base64.b64decode(answer["blob"]) == await source.blob()
+                        blob = base64.b64decode(answer["blob"])
+                        assert blob == await source.blob()
                         [[_, address, size]] = answer["tensors"]
-                        assert await target.add(base64.b64decode(answer["blob"])) == source.name
+                        if seed == 1:
+                            assert await target.add(blob) == source.name
+                        else:
+                            await target.fetch(source.name, int(answer["listener"].rpartition(":")[2]))
+                            await target.wait_known(source.name)
                         read = await target.read(source.name, Memory(address, size, ""))
                         assert read == memory.digest
                         await source.kill()
                         await worker.kill()
+                    await asker.wait_ready(MODEL)
                     await target.remove("mx-auto-worker0-1")
                     # Dead: the blob that was good a moment ago is not served, the endpoints are.
                     answer = await asker.do("get", source=found, worker_id="cafe0123")
@@ -167,6 +181,32 @@ async def test_a_peer_gets_the_blob_from_us_and_reads_64_mib_before_and_after_a_
         await asyncio.gather(changes, return_exceptions=True)
     assert generations == sorted(generations)
     assert len(set(generations)) == 2
+
+
+async def test_a_stock_worker_survives_that_its_heartbeats_are_refused() -> None:
+    """While it is checkpointed it is not READY; afterwards its own next heartbeat makes it so."""
+    async with serving(LOCAL) as service, Stock(service.target) as asker, Stock(service.target) as worker:
+        start = {"model": MODEL, "worker_id": "cafe0123", "rank": 0, "agent": "a", "memory": [], "port": 1}
+        await worker.do("start", **start)
+        await asker.wait_ready(MODEL, "cafe0123")
+        async with service.part.freezing(worker.pid) as count:
+            assert count == 1
+            assert await asker.do("ready", model=MODEL) == []
+            await _until(
+                lambda: service.sample(
+                    "hibernode_metadata_requests_total", method="UpdateStatus", result="UNAVAILABLE"
+                )
+            )
+            assert await asker.do("ready", model=MODEL) == []
+        await asker.wait_ready(MODEL, "cafe0123")
+        [one] = await service.backend.list_workers()
+        assert one.status == 2
+
+
+async def _until(true: Any) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not true():
+            await asyncio.sleep(0.02)
 
 
 async def confirmed(asker: Stock, source: str) -> dict[str, Any]:
