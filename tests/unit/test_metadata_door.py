@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 
 from hibernode.daemon import Agent
 from hibernode.errors import HibernodeError, StorageError
+from hibernode.host.procfs import read_stat
 from hibernode.metadata.front import PREFACE, Doors
 from hibernode.settings import MetadataSettings, Settings
 from tests.unit.service_kit import CODE, P2P, A, B, open_files, pod, publication, refused, serving
@@ -38,30 +41,67 @@ async def until(true: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_thousand_half_open_connections_leave_the_service_up() -> None:
+@pytest.mark.parametrize("door", ["unix", "tcp"])
+async def test_a_thousand_half_open_connections_leave_the_service_up(door: str) -> None:
     """They wait in front of gRPC, a bounded number of them, and are gone after a moment."""
     async with serving() as service:
         front = service.front
         front._doors = Doors(connections=100, per_caller=100, preface_seconds=0.5)
         async with service.client() as client:
-            await client.list()
-            before = open_files()
+            await client.publish()
+            before, memory = open_files(), resident()
             many = []
             for number in range(1000):
-                sock = socket.socket(socket.AF_UNIX)
-                sock.setblocking(False)
-                sock.connect(str(service.path))
-                sock.send(PREFACE[: number % len(PREFACE)])
+                sock = socket.socket(socket.AF_UNIX if door == "unix" else socket.AF_INET)
                 many.append(sock)
+                sock.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    sock.connect(str(service.path) if door == "unix" else service.part.addresses[0])
+                with contextlib.suppress(OSError):
+                    sock.send(PREFACE[: number % len(PREFACE)])
                 await asyncio.sleep(0)
-            await client.list()
+            assert len(await client.list()) == 1
             assert front.connections <= 100
-            assert front.refused["TooManyConnections"] > 0
+            assert open_files() <= before + 1000 + 2 * 100 + SLACK
+            await until(lambda: front.refused["TooManyConnections"] > 0)
+            await until(lambda: front.connections == 1)  # by their deadline: nobody has closed them yet
+            assert open_files() <= before + 1000 + SLACK
             for sock in many:
                 sock.close()
-            await until(lambda: front.connections == 1)
             assert open_files() <= before + SLACK
-            await client.list()
+            assert resident() < memory + (32 << 20)
+            assert len(await client.list()) == 1
+
+
+async def test_a_thousand_publications_for_another_pod_leave_nothing() -> None:
+    """Nor do changes of its records: no descriptor, no memory, no record, nobody who is watched."""
+    fields: dict[str, Any] = {
+        "pod": {"pod_uid": B, "pod_name": "p", "pod_namespace": "n"},
+        "nixl_metadata": b"x" * 4096,
+    }
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        liar = pod(A, process=read_stat(process.pid).key)
+        try:
+            async with serving() as service:
+                async with service.client(pod(B)) as owner:
+                    source = await owner.publish("theirs")
+                before, memory = open_files(), resident()
+                async with service.client(liar) as client:
+                    for number in range(1000):
+                        call = client.call("PublishMetadata", publication(f"w{number}", **fields))
+                        assert (await refused(call))[0] is CODE.PERMISSION_DENIED
+                    for _ in range(100):
+                        over = client.call("PublishMetadata", publication("theirs"))
+                        for call in (over, client.status(source, "theirs", status=3)):
+                            assert (await refused(call))[0] is CODE.PERMISSION_DENIED
+                    [one] = await client.list()
+                    assert one.worker_id == "theirs"
+                assert service.part.status()["watched"] == 0
+                gc.collect()
+                assert open_files() <= before + SLACK
+                assert resident() < memory + (32 << 20)
+        finally:
+            process.kill()
 
 
 async def test_one_caller_cannot_take_all_connections() -> None:
@@ -161,9 +201,10 @@ async def test_a_blob_of_100_mb_is_refused_and_leaves_nothing() -> None:
 
     async with serving() as service:
         await send(1)
-        before = resident()
+        before, files = resident(), open_files()
         await send(4)
         assert resident() < before + (64 << 20)
+        await until(lambda: open_files() <= files + SLACK)
         async with service.client() as client:
             assert await client.list() == []
 
