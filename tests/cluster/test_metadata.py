@@ -16,11 +16,14 @@ from hibernode.kube.api import KubeApi
 from hibernode.kube.lease import Lease
 from hibernode.metadata.backend import ChangeKind
 from hibernode.metadata.backends.kubernetes import KubernetesBackend
+from hibernode.metadata.living import Living
+from hibernode.metadata.owners import OwnerWatch
 from hibernode.metadata.reaper import LEASE, Reaped, Reaper
-from hibernode.metadata.records import SourceStatus
+from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
 from tests.cluster.kube import Kube
 from tests.real import node
 from tests.unit.metadata_kit import BASE, BASE_ID, Clock, Store, central, tensors, until
+from tests.unit.service_kit import FixedPlaces
 
 pytest.register_assert_rewrite("tests.unit.metadata_suite")
 
@@ -100,6 +103,16 @@ async def test_the_role_lets_one_reaper_have_the_lease(kube: Kube, namespace: st
     assert not await first.ask()
     for api in apis:
         await api.close()
+
+
+async def test_the_role_lets_the_reaper_ask_who_lives(kube: Kube, namespace: str, token: str) -> None:
+    """A pod that is not there is known not to live; without the right to ask it would be taken for living."""
+    api = KubeApi(kube.configuration(token), call_seconds=20.0, total_seconds=60.0)
+    nothing: Any = None
+    living = Living(OwnerWatch(nothing), FixedPlaces(), api)
+    owner = PodRef("gone", "0b0e8d0c-0000-4000-8000-000000000001", namespace)
+    assert not await living(SourceInstance(BASE_ID, "w0", "m", owner=owner))
+    await api.close()
 
 
 async def test_the_reaper_works_with_the_role(store: Store) -> None:

@@ -177,7 +177,7 @@ class OwnerWatch:
         watched = self._processes.get(process.key)
         if watched is None:
             if len(self._processes) >= MAX_PROCESSES or self._callers[caller] >= MAX_PROCESSES // 8:
-                log.warning("pid %d is one too many: its end is not watched", process.pid)
+                log.debug("pid %d is one too many: its end is not watched", process.pid)
                 return
             watched = _Watched(os.dup(process.fileno()), caller)
             self._processes[process.key] = watched
