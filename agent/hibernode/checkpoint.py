@@ -50,7 +50,7 @@ from hibernode.errors import (
 from hibernode.host import netlock
 from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, uncut, worker_gone
-from hibernode.preflight import Preflight, preflight, refuse
+from hibernode.preflight import Preflight, check_cut, preflight, refuse
 from hibernode.recover import Held
 from hibernode.settings import Settings
 from hibernode.state import StateDir
@@ -244,7 +244,9 @@ class Checkpointer:
 
     async def _quiesce_gpu(self, work: Work) -> None:
         """Where the GPU's processes are locked and checkpointed; no GPU is driven yet."""
+        assert work.preflight is not None
         await work.absent.enter_async_context(self._absent(work.request.process.pid))
+        await _look(work, partial(check_cut, work.request.process.pid, work.preflight.door))
 
     async def _dump(self, work: Work) -> None:
         assert work.criu is not None

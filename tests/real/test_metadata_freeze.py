@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ import pytest
 
 from hibernode.metadata.service import CHANGES
 from tests.real.nixl_kit import PATIENCE
-from tests.real.node import Node
+from tests.real.node import Node, until
 
 pytestmark = pytest.mark.criu
 
@@ -116,3 +117,43 @@ async def test_a_worker_is_stale_while_it_is_frozen_and_comes_back_as_another_ge
     finally:
         worker.kill()
         worker.wait()
+
+
+WAITING = """
+import socket, sys, time
+from pathlib import Path
+kept = socket.socket(socket.AF_UNIX)
+kept.connect(sys.argv[1])
+Path(sys.argv[2]).touch()
+time.sleep(1000)
+"""
+
+
+def test_a_connection_to_the_metadata_socket_that_nobody_closes_is_refused(node: Node) -> None:
+    """Preflight lets it pass, as the agent closes it; if none does, nothing is dumped, the worker runs on."""
+    door, connected = node.base / "mx.sock", node.base / "connected"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(door))
+        listener.listen()
+        worker = subprocess.Popen(
+            [sys.executable, "-c", WAITING, str(door), str(connected)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            until("connection", connected.exists)
+            accepted, _ = listener.accept()
+            with accepted:
+                command = ("checkpoint", "--pid", worker.pid)
+                named = {"METADATA_SOCKET": str(door)}
+                result = node.run(*command, "--dry-run", check=0, **named)
+                assert "to the agent" in result.stdout
+                result = node.run(*command, check=4, **named)
+                assert "metadata socket" in result.stderr
+                assert "tree.unix_peers" in node.run(*command, check=4).stderr
+            assert worker.poll() is None
+        finally:
+            worker.kill()
+            worker.wait()

@@ -192,11 +192,7 @@ async def test_a_stock_worker_survives_that_its_heartbeats_are_refused() -> None
         async with service.part.freezing(worker.pid) as count:
             assert count == 1
             assert await asker.do("ready", model=MODEL) == []
-            await _until(
-                lambda: service.sample(
-                    "hibernode_metadata_requests_total", method="UpdateStatus", result="UNAVAILABLE"
-                )
-            )
+            await _until(lambda: service.front.refused["WorkerFrozen"])  # it has no connection meanwhile
             assert await asker.do("ready", model=MODEL) == []
         await asker.wait_ready(MODEL, "cafe0123")
         [one] = await service.backend.list_workers()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from kubernetes.aio.client import Configuration
 
@@ -92,20 +94,54 @@ async def test_a_removed_record_is_forgotten(worker: Worker) -> None:
 
 
 async def test_no_heartbeat_counts_between_the_mark_and_the_end_of_a_checkpoint(worker: Worker) -> None:
-    """The whole tree is meant; the code is one after which the stock client tries again."""
+    """Of the whole tree, whoever sends it; the code is one after which the stock client tries again."""
     async with serving() as service, service.client(worker.caller) as client:
         source = await client.publish("w0")
-        async with service.part.freezing(worker.shell.pid) as count:
+        async with service.part.freezing(worker.shell.pid) as count, service.client() as other:
             assert count == 1
-            assert await client.list(status_filter=2) == []
-            code, text = await refused(client.status(source, "w0"))
+            assert await other.list(status_filter=2) == []
+            code, text = await refused(other.status(source, "w0"))
             assert (code, "WorkerFrozen" in text) == (CODE.UNAVAILABLE, True)
-            code, _ = await refused(client.publish("w0"))
+            code, _ = await refused(other.publish("w0"))
             assert code is CODE.UNAVAILABLE
-            assert (await client.status(source, "w0", status=3)).success
-            assert await client.list(status_filter=2) == []
+            assert (await other.status(source, "w0", status=3)).success
+            assert await other.list(status_filter=2) == []
         assert (await client.status(source, "w0")).success
         assert [one.worker_id for one in await client.list(status_filter=2)] == ["w0"]
+
+
+async def test_a_worker_has_no_connection_to_us_while_it_is_frozen(worker: Worker) -> None:
+    """CRIU could not bring one back: those that there are are cut, new ones are refused, others' stay."""
+    async with serving() as service, service.client() as other, service.client(worker.caller) as client:
+        await client.publish("w0")
+        service.who = None
+        await other.list()
+        half_open = connect(service, worker.caller)
+        await until(lambda: service.front.connections == 3)
+        async with service.part.freezing(worker.shell.pid):
+            assert await ended(half_open)
+            assert await ended(connect(service, worker.caller))
+            assert service.front.refused["WorkerFrozen"] > 0
+            assert service.front.connections == 1
+            assert len(await other.list()) == 1
+        service.who = worker.caller
+        assert len(await client.list()) == 1
+
+
+def connect(service: Running, who: Caller) -> socket.socket:
+    """Connect and say nothing."""
+    service.who = who
+    sock = socket.socket(socket.AF_UNIX)
+    sock.setblocking(False)
+    sock.connect(str(service.path))
+    return sock
+
+
+async def ended(sock: socket.socket) -> bool:
+    """Wait until the other end hangs up."""
+    with sock, suppress(ConnectionResetError):
+        return await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+    return True
 
 
 async def test_a_command_that_freezes_counts_until_its_end(worker: Worker) -> None:
@@ -115,27 +151,29 @@ async def test_a_command_that_freezes_counts_until_its_end(worker: Worker) -> No
         command = subprocess.Popen(["sleep", "1000"])
         try:
             assert await service.part.freezing_by(command.pid, worker.shell.pid) == 1
-            assert (await refused(client.status(source, "w0")))[0] is CODE.UNAVAILABLE
+            async with service.client() as other:
+                assert (await refused(other.status(source, "w0")))[0] is CODE.UNAVAILABLE
             assert await service.part.freezing_by(command.pid, 1 << 22) == 0
         finally:
             command.kill()
             command.wait()
 
         async def back() -> bool:
-            with suppress(Exception):
-                await client.status(source, "w0")
+            async with service.client() as other:
+                with suppress(grpc.aio.AioRpcError):
+                    await other.status(source, "w0")
             return await ready(service) == {"w0"}
 
         await until(back)
         with pytest.raises(RefusedError, match="pid namespace"):
             await service.part.freezing_by(command.pid, worker.shell.pid)
-        other = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sleep", "1000"])
+        apart = subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", "sleep", "1000"])
         try:
             with pytest.raises(RefusedError, match="pid namespace"):
-                await service.part.freezing_by(child_of(other.pid), worker.shell.pid)
+                await service.part.freezing_by(child_of(apart.pid), worker.shell.pid)
         finally:
-            other.kill()
-            other.wait()
+            apart.kill()
+            apart.wait()
 
 
 async def test_a_restored_worker_is_ready_again_with_another_generation(worker: Worker) -> None:

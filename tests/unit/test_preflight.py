@@ -43,6 +43,7 @@ SHM = os.makedev(0, 27)
 CHR = st.S_IFCHR | 0o600
 REG = st.S_IFREG | 0o600
 BLK = st.S_IFBLK | 0o600
+DOOR = str(Settings().metadata.socket)
 PIPE = st.S_IFIFO | 0o600
 GIB = 1 << 30
 CONTAINER = {**NAMESPACES, "pid": 91, "pid_for_children": 91, "mnt": 92, "net": 93}
@@ -196,6 +197,9 @@ CASES: list[tuple[str, Facts, str, Verdict, tuple[str, ...]]] = [
     ("a Unix stream to outside fails",
      make_facts(make_task(sock(3, 80)), unix=(unix(80, 90),), unix_peers={90: unix(90, 80, path="/run/x.sock")}),
      "tree.unix_peers", FAIL, ("pid 100 fd 3", "/run/x.sock", "UnixPeerOutside")),
+    ("a Unix stream to the agent's metadata socket is fine",
+     make_facts(make_task(sock(3, 80)), unix=(unix(80, 90),), unix_peers={90: unix(90, 80, path=DOOR)}),
+     "tree.unix_peers", OK, ("1 to the agent",)),
     ("a Unix seqpacket to outside fails", make_facts(make_task(sock(3, 80)), unix=(unix(80, 90, "seqpacket"),)),
      "tree.unix_peers", FAIL, ("seqpacket", "nameless")),
     ("a datagram socket to a name outside is fine",

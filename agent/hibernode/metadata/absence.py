@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from hibernode.discovery.container_look import pid_namespace
@@ -15,16 +15,20 @@ from hibernode.workload import ProcessKey
 
 
 class Absences:
-    """Keeps those that end with a process; :meth:`close` ends them."""
+    """Keeps those that end with a process; :meth:`close` ends them.
 
-    def __init__(self, owners: OwnerWatch) -> None:
-        self._owners = owners
+    :param cut: closes the connections of who is being frozen: CRIU could not bring them back.
+    """
+
+    def __init__(self, owners: OwnerWatch, cut: Callable[[], Awaitable[None]]) -> None:
+        self._owners, self._cut = owners, cut
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def freezing(self, pid: int) -> AsyncIterator[int]:
         """Have the records of a process and of all below it STALE; gives how many there are."""
         async with self._owners.freezing(await asyncio.to_thread(_tree, pid)) as count:
+            await self._cut()
             yield count
 
     async def until_end_of(self, asker: int, pid: int) -> int:

@@ -57,10 +57,13 @@ class Front:
     def __init__(self, private: Path, doors: Doors) -> None:
         self._private, self._doors = private, doors
         self._tasks: set[asyncio.Task[None]] = set()
+        self._served: dict[asyncio.Task[None], Caller] = {}
         self._pipes: set[_Pipe] = set()
         self._held: Counter[str] = Counter()
         self._callers: dict[str, Caller] = {}
         self.refused: Counter[str] = Counter()
+        self.barred: Callable[[Caller], bool] = lambda _: False
+        """Tells who gets no connection now: a process that is being frozen must have none to outside."""
 
     @property
     def connections(self) -> int:
@@ -77,6 +80,13 @@ class Front:
         task = asyncio.create_task(self._accept(sock, identify), name="metadata front")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def cut(self) -> None:
+        """Close the connections of those who are barred."""
+        tasks = [task for task, caller in self._served.items() if self.barred(caller)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
         """Close everything."""
@@ -107,12 +117,16 @@ class Front:
         except (HibernodeError, OSError) as error:
             log.debug("connection refused: %s", error)
             return self._refuse(sock, getattr(error, "reason", "PeerGone"))
+        if self.barred(caller):
+            return self._refuse(sock, "WorkerFrozen")
         if self._held[caller.key] >= self._doors.per_caller:
             return self._refuse(sock, "TooManyOfCaller")
         self._held[caller.key] += 1
         task = asyncio.create_task(self._serve(sock, caller))
         self._tasks.add(task)
+        self._served[task] = caller
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._served.pop)
         return None
 
     def _refuse(self, sock: socket.socket, reason: str) -> None:

@@ -154,8 +154,12 @@ class OwnerWatch:
             log.warning("%d records of workers to be frozen could not be marked in time", len(late))
         return sum(task.result() for task in done)
 
+    def is_frozen(self, caller: Caller) -> bool:
+        """Tell whether the caller's process is being checkpointed."""
+        return caller.process in self._frozen
+
     def _is_held(self, caller: Caller, key: Key) -> bool:
-        return key in self._held or caller.process in self._frozen
+        return key in self._held or self.is_frozen(caller)
 
     def _check_free(self, caller: Caller, key: Key) -> None:
         if self._is_held(caller, key):

@@ -120,7 +120,8 @@ class MetadataPart:
             self._reviewer = KubeReviewer(await self._connection(), found.audiences)
         gate = Gate(self._reviewer, accounts=found.accounts, keep_names=self.backend.name == "sqlite")
         self._owners = OwnerWatch(self.backend)
-        self._absences = Absences(self._owners)
+        self._absences = Absences(self._owners, self._front.cut)
+        self._front.barred = self._owners.is_frozen
         self._reaper = await self._make_reaper(self.backend, self._owners)
         self._service = Service(
             self.backend,

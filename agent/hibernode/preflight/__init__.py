@@ -13,7 +13,7 @@ from hibernode.preflight.checks import dump_findings
 from hibernode.preflight.facts import Facts
 from hibernode.preflight.gather import gather
 from hibernode.preflight.host_checks import host_findings
-from hibernode.preflight.socket_checks import decide_tcp
+from hibernode.preflight.socket_checks import check_cut, decide_tcp, door_sockets
 from hibernode.workload import Finding, Verdict
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Facts",
     "Preflight",
+    "check_cut",
     "decide_tcp",
     "dump_findings",
     "gather",
@@ -45,6 +46,7 @@ class Preflight:
 
     ``shell_job``: the root leads no session, so CRIU must be told that its session lies outside.
     ``estimate_bytes``: the size of the image; how it is reckoned says :attr:`Facts.estimate_bytes`.
+    ``door``: sockets connected to the agent's metadata socket, which must be closed before the dump.
     """
 
     findings: tuple[Finding, ...]
@@ -52,6 +54,7 @@ class Preflight:
     tcp: Literal["established", "close"]
     shell_job: bool
     estimate_bytes: int
+    door: frozenset[int] = frozenset()
 
 
 def preflight(process: Process, settings: Settings, criu: Criu | None, store: Path) -> Preflight:
@@ -67,6 +70,7 @@ def preflight(process: Process, settings: Settings, criu: Criu | None, store: Pa
         tcp=tcp,
         shell_job=facts.root.stat.session != facts.root.pid,
         estimate_bytes=facts.estimate_bytes,
+        door=door_sockets(facts, settings),
     )
 
 

@@ -302,7 +302,8 @@ class _Gatherer:
             if wanted := self._of_kind("UNIX"):
                 unix = sockets.unix_sockets(self.root, wanted)
             if outside := {socket.peer_inode for socket in unix} - wanted - {0}:
-                peers = {peer.inode: peer for peer in sockets.unix_sockets(self.root, outside)}
+                for pid in (self.root, os.getpid()):  # of a container, the agent's network is another one
+                    peers |= {peer.inode: peer for peer in sockets.unix_sockets(pid, outside)}
         except ProcessLookupError:
             raise
         except OSError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
+from hibernode.errors import RefusedError
+from hibernode.host.sockets import unix_sockets
 from hibernode.preflight.rows import row
 from hibernode.workload import Finding, Verdict
 
@@ -32,7 +34,27 @@ def findings(facts: Facts, settings: Settings) -> list[Finding]:
         found = f"the kernel does not list sockets: {facts.sockets_error}"
         return rows + [Finding(name, Verdict.SKIP, "", found) for name in ("tree.unix_peers", "tree.tcp")]
     _, tcp = decide_tcp(settings.criu.tcp, facts.tcp, facts.socket_inodes)
-    return [*rows, check_unix_peers(facts), tcp]
+    return [*rows, check_unix_peers(facts, door_sockets(facts, settings)), tcp]
+
+
+def door_sockets(facts: Facts, settings: Settings) -> frozenset[int]:
+    """List the sockets that are connected to the agent's metadata socket: it closes them before a dump."""
+    door = str(settings.metadata.socket)
+    ours = {peer.inode for peer in facts.unix_peers.values() if peer.path == door}
+    return frozenset(socket.inode for socket in facts.unix if socket.peer_inode in ours)
+
+
+def check_cut(pid: int, inodes: frozenset[int]) -> None:
+    """Check that the agent has closed those connections, by the network namespace of ``pid``.
+
+    :raises RefusedError: ``UnixPeerOutside``.
+    """
+    if inodes and any(socket.peer_inode for socket in unix_sockets(pid, inodes)):
+        raise RefusedError(
+            f"the tree of pid {pid} is still connected to the agent's metadata socket",
+            remedy="is an agent running that serves it? Else close the connection before the ready file",
+            reason="UnixPeerOutside",
+        )
 
 
 def check_protocols(facts: Facts) -> Finding:
@@ -69,10 +91,11 @@ def check_netlink(facts: Facts) -> Finding:
     )
 
 
-def check_unix_peers(facts: Facts) -> Finding:
+def check_unix_peers(facts: Facts, door: frozenset[int] = frozenset()) -> Finding:
     """Check that both ends of a Unix connection are in the tree: else CRIU dumps it, and the restore dies.
 
-    A datagram socket may send to an address outside: it is connected anew by name.
+    ``door``: inodes of sockets whose connection is closed before the dump. A datagram socket may send to an
+    address outside: it is connected anew by name.
     """
     inside = facts.socket_inodes
     waiting_inside = {inode for socket in facts.unix for inode in socket.waiting}
@@ -81,6 +104,8 @@ def check_unix_peers(facts: Facts) -> Finding:
         for socket in facts.unix:
             peer = facts.unix_peers.get(socket.peer_inode)
             by_name = socket.type == "dgram" and peer and peer.path
+            if socket.inode in door:
+                continue
             if socket.peer_inode and socket.peer_inode not in inside and not by_name:
                 path = socket.path or (peer.path if peer else "") or "a nameless peer"
                 yield f"{_place(facts, socket.inode)} ({socket.type} to {path})"
@@ -94,7 +119,8 @@ def check_unix_peers(facts: Facts) -> Finding:
         remedy="the worker must close the connection before it says that it is ready, or be dumped together "
         "with its peer",
         reason="UnixPeerOutside",
-        fine=f"{len(facts.unix)} Unix sockets, no connection to outside",
+        fine=f"{len(facts.unix)} Unix sockets, no connection to outside"
+        + (f" but {len(door)} to the agent, which it closes" if door else ""),
     )
 
 
