@@ -18,6 +18,7 @@ class Trigger(StrEnum):
 
     SIGNAL = "signal"
     READY_FILE = "ready-file"
+    POD_READY = "pod-ready"
     COMMAND = "command"
 
 

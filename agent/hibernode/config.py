@@ -36,6 +36,7 @@ _SERVICE_ENV: Final = re.compile(
 
 ERA_ENV: Final[Mapping[str, str]] = {
     "NODE_NAME": "node_name",
+    "RESTRICTED_NAMESPACE": "kubernetes.namespace",
     "CHECKPOINT_DIR": "store.path",
     "CRIU_GHOST_LIMIT": "criu.ghost_limit_bytes",
     "CRIU_TIMEOUT": "checkpoint.deadline_seconds",

@@ -23,6 +23,7 @@ from hibernode.apart import stuck
 from hibernode.artifact.layout import STAGING
 from hibernode.artifact.store import Store
 from hibernode.checkpoint import Checkpointer
+from hibernode.cluster.part import KubePart, wanted
 from hibernode.criu.runner import find_criu
 from hibernode.discovery.locate import own_ready_files
 from hibernode.discovery.ready import ReadyWatch
@@ -124,9 +125,12 @@ class Agent:
                 look_again=self._changed,
             )
         )
-        self.gpus = GpuService(
-            settings.gpu, lambda kind, reason, text: self.event_log.add(kind, reason, "", text)
-        )
+        self.gpus = GpuService(settings.gpu, self._tell_gpu)
+        self.kube: KubePart | None = None
+        if wanted(settings):
+            self.kube = KubePart(settings, self.requests, lambda: self.gpus.snapshot)
+            self.health.add(Check("kubernetes", self.kube.check, required=False))
+            self.metrics.add_collector("kubernetes", self.kube.reading)
         self._pending: set[str] | None = set()
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
@@ -163,6 +167,8 @@ class Agent:
             if self.metadata is not None:
                 await self.metadata.start()
                 parts.append(("metadata", self.metadata.run))
+            if self.kube is not None:
+                parts.append(("kubernetes", self.kube.run))
             for name, work in parts:
                 tasks.append(asyncio.create_task(self._guarded(name, work), name=name))
             settings = self.settings
@@ -181,6 +187,8 @@ class Agent:
                 await self.metadata.stop()
             await self.watcher.stop()
             await self.queue.close()
+            if self.kube is not None:
+                await self.kube.stop()
             await server.stop()
             self.event_log.close()
             self.state.close()
@@ -208,6 +216,12 @@ class Agent:
             except Exception:
                 log.exception("%s: failed, going on", name)
             await asyncio.sleep(1.0)
+
+    def _tell_gpu(self, kind: str, reason: str, text: str) -> None:
+        """Note an event of the GPUs, here and on the node."""
+        self.event_log.add(kind, reason, "", text)
+        if self.kube is not None:
+            self.kube.gpu_event(kind, reason, text)
 
     # background ---------------------------------------------------------------------------------------
 
@@ -243,7 +257,12 @@ class Agent:
                 if time.monotonic() - known_at > discover:
                     await asyncio.to_thread(index.refresh)
                     known_at = time.monotonic()
-                claims = [claim for claim in index.claims() if claim.key not in self.requests.restored_keys]
+                restored_keys, label_of = self.requests.restored_keys, self.requests.pods.label_of
+                claims = [
+                    claim
+                    for claim in index.claims()
+                    if claim.key not in restored_keys and label_of(claim.key.pid) is None
+                ]
                 await watch.follow(claims)
                 if self.settings.restore.placeholders:
                     await self.requests.fill(index.placeholders())
@@ -349,6 +368,7 @@ class Agent:
             "stuck": [dataclasses.asdict(entry) for entry in stuck()],
             "gpu": summary(self.gpus.snapshot),
             "metadata": None if self.metadata is None else self.metadata.status(),
+            "kubernetes": None if self.kube is None else self.kube.status(),
             "lastFailure": self.requests.last_failure,
         }
 

@@ -80,6 +80,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "hibernode_metadata_nixl_ports": Family("Ports at which NIXL agents fetch blobs of local workers."),
     "hibernode_metadata_backend_retries_total": Family("Calls of the backend that were made again."),
+    "hibernode_kube_pods": Family("Pods of this node."),
+    "hibernode_kube_asking_pods": Family("Pods that ask for a checkpoint or a restore.", "state"),
+    "hibernode_kube_untold": Family("Messages that wait for the API server."),
+    "hibernode_kube_lost_total": Family("Messages that the API server refused, or that were too many."),
+    "hibernode_kube_relists_total": Family("Whole lists of pods that were read."),
+    "hibernode_kube_age_seconds": Family("Since the API server was last heard of the pods."),
 }
 
 Reading = Mapping[str, float | Mapping[str, float]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from hibernode import restored
 from hibernode.answers import Outcome, Request, RestoreOutcome, RestoreRequest, Trigger
@@ -48,12 +48,41 @@ class Parts:
     look_again: Callable[[set[str]], None]
 
 
+class Pods(Protocol):
+    """What a cluster says of the pods of this node; their labels win over what processes say."""
+
+    def label_of(self, pid: int) -> str | None:
+        """Give the checkpoint id of the pod that a process is in; None if it has no labels of ours."""
+
+    def takes(self, pid: int, id_: CheckpointId) -> bool:
+        """Take up a ready file ``<id>.ready`` that leads to a process; False if it is no pod's business.
+
+        :raises RefusedError: the process and the id are not of the same pod.
+        """
+
+
+class NoPods:
+    """A machine without a cluster."""
+
+    def label_of(self, pid: int) -> str | None:
+        """Know of no pod."""
+        del pid
+        return None
+
+    def takes(self, pid: int, id_: CheckpointId) -> bool:
+        """Leave everything."""
+        del pid, id_
+        return False
+
+
 class Requests:
-    """Takes requests up, each once."""
+    """Takes requests up, each once. ``pods`` are set before anything is asked."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self.pods: Pods = NoPods()
         self.index = ClaimIndex(ERA_A1, parts.settings.signals.path)
+        self.index.label_of = lambda pid: self.pods.label_of(pid)  # noqa: PLW0108 - they come later
         self.restored_keys: set[ProcessKey] = set()
         self.filled: set[ProcessKey] = set()
         self.last_failure = ""
@@ -84,7 +113,12 @@ class Requests:
         found: list[tuple[ReadyRequest, Located]] = []
         for request in requests:
             try:
-                found.append((request, locate(request, self.index, ERA_A1)))
+                located = locate(request, self.index, ERA_A1)
+                with contextlib.ExitStack() as held:
+                    held.callback(located.process.close)
+                    if not self.pods.takes(located.process.pid, request.id):
+                        held.pop_all()
+                        found.append((request, located))
             except RefusedError as error:
                 self._refuse(request, error)
             except Exception:
@@ -94,50 +128,71 @@ class Requests:
 
     def _queue(self, id_: CheckpointId, located: Located, trigger: Trigger) -> None:
         process = located.process
-        if process.key in self.restored_keys:
+        if process.key in self.restored_keys or self.parts.jobs.has("checkpoint", id_):
             process.close()
             return
 
+        def ended(outcome: Outcome | RestoreOutcome | None) -> None:
+            self._look_again(f"{id_}{ERA_A1.ready_suffix}", outcome)
+
+        self.checkpoint(Request(id_, process, located.contract, trigger), self.parts.checkpointer.run, ended)
+
+    def checkpoint(
+        self,
+        request: Request,
+        run: Callable[[Request], Awaitable[Outcome]],
+        ended: Callable[[Outcome | None], None],
+    ) -> bool:
+        """Queue a checkpoint, whose process this closes; False, and closed, when there is no place for it."""
+        process = request.process
+
         async def work(_job: object) -> Outcome:
-            text = f"pid {process.pid}, triggered by {trigger}"
-            self.parts.events.add("Normal", "CheckpointStarted", id_, text)
-            outcome = await self.parts.checkpointer.run(Request(id_, process, located.contract, trigger))
+            text = f"pid {process.pid}, triggered by {request.trigger}"
+            self.parts.events.add("Normal", "CheckpointStarted", request.id, text)
+            outcome = await run(request)
             self._say_checkpoint(outcome)
             return outcome
 
-        def ended(outcome: Outcome | RestoreOutcome | None) -> None:
+        def closed(outcome: Outcome | None) -> None:
             process.close()
-            self._look_again(f"{id_}{ERA_A1.ready_suffix}", outcome)
+            ended(outcome)
 
-        if not self.parts.jobs.submit("checkpoint", id_, work, ended):
+        queued = self.parts.jobs.submit("checkpoint", request.id, work, closed)
+        if not queued:
             process.close()
+        return queued
 
     def _restore(self, request: RestoreFile) -> None:
         def ended(outcome: Outcome | RestoreOutcome | None) -> None:
             self._look_again(f"{request.id}{ERA_A1.restore_suffix}", outcome)
 
         asked = RestoreRequest(request.id, requester_uid=request.uid, identity=request.identity)
-        self._queue_restore(asked, f"asked by uid {request.uid}", ended)
+        self.restore(asked, f"asked by uid {request.uid}", self.parts.restorer.run, ended)
 
-    def _queue_restore(
+    def restore(
         self,
         asked: RestoreRequest,
         why: str,
-        ended: Callable[[Outcome | RestoreOutcome | None], None] = lambda _outcome: None,
-    ) -> None:
+        run: Callable[[RestoreRequest], Awaitable[RestoreOutcome]],
+        ended: Callable[[RestoreOutcome | None], None] = lambda _outcome: None,
+    ) -> bool:
+        """Queue a restore; False when there is no place for it."""
+
         async def work(_job: object) -> RestoreOutcome:
             self.parts.events.add("Normal", "RestoreStarted", asked.id, why)
-            outcome = await self.parts.restorer.run(asked)
+            outcome = await run(asked)
             self._say_restore(outcome)
             return outcome
 
-        self.parts.jobs.submit("restore", asked.id, work, ended)
+        return self.parts.jobs.submit("restore", asked.id, work, ended)
 
     async def fill(self, claims: Iterable[Claim]) -> None:
         """Restore into placeholders that name a checkpoint of the store: one try a container, and a pod."""
         for claim in claims:
             with contextlib.suppress(OSError, HibernodeError):
                 id_ = CheckpointId(claim.hash)
+                if self.pods.label_of(claim.key.pid) is not None:
+                    continue  # they are filled as their labels say
                 if claim.key in self.filled or self.parts.jobs.has("restore", id_):
                     continue
                 await asyncio.to_thread(self.parts.restorer.store.get, id_)
@@ -149,7 +204,7 @@ class Requests:
                 names += [f"pod {container.ref.pod_uid}"] if container.ref.pod_uid else []
                 if not container.nested and self.parts.restorer.state.first_try(*names):
                     asked = RestoreRequest(id_, into=container.ref.id, announce=False)
-                    self._queue_restore(asked, f"into container {container.ref.id}")
+                    self.restore(asked, f"into container {container.ref.id}", self.parts.restorer.run)
 
     def _look_again(self, name: str, outcome: Outcome | RestoreOutcome | None) -> None:
         """Look at the request once more: a new one may have come while the job was still in the queue.
@@ -189,7 +244,7 @@ class Requests:
         """Answer a request that leads to no worker, unless the answer would reach the wrong one."""
         self.parts.metrics.rejected(error.reason)
         self._fail(request.id, "CheckpointFailed", error.reason, error.message)
-        if error.reason == "StaleReadyFile":
+        if error.reason in ("StaleReadyFile", "WrongPod"):
             self.parts.signals.clear(request.id, ERA_A1.ready_suffix, request.identity)
             return
         text = error.message if not error.remedy else f"{error.message}; {error.remedy}"

@@ -62,6 +62,11 @@ def _absolute_or_empty(value: object) -> object:
     return value if value == "" else _absolute(value)
 
 
+def _on_off(value: object) -> object:
+    """Take YAML's on and off, which are booleans there."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 def _words(value: object) -> object:
     """Take ``"a, b"`` for a list, as the environment and flags have no other way to write one."""
     if isinstance(value, str):
@@ -153,6 +158,9 @@ class RuntimeSettings(_Section):
 class CheckpointSettings(_Section):
     """The dump pipeline."""
 
+    enabled: bool = Field(
+        True, description="dump and restore at all; false: an agent that only reports, without CRIU and store"
+    )
     deadline_seconds: Seconds = Field(3600.0, gt=0, description="the whole pipeline, from trigger to answer")
     attempts: Count = Field(3, ge=1, le=100, description="dumps that may fail before an id is left alone")
     attempts_window_seconds: Seconds = Field(
@@ -270,6 +278,27 @@ class MetadataSettings(_Section):
     cache_bytes: Bytes = Field(256 << 20, description="encoded answers kept in memory")
 
 
+class KubernetesSettings(_Section):
+    """The cluster that this node is of."""
+
+    enabled: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)] = Field(
+        "auto", description="serve the pods of this node; auto: in a pod with a service account"
+    )
+    kubeconfig: Annotated[str, BeforeValidator(_absolute_or_empty)] = Field(
+        "", description="absolute path of a kubeconfig file; empty: the agent's service account"
+    )
+    namespace: str = Field(
+        "", pattern=r"^([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?$", description="of the pods; empty: all of them"
+    )
+    restore: bool = Field(
+        True, description="restore into pods that a restore label and a placeholder ask for"
+    )
+    node_labels: bool = Field(
+        False, description="label the node with CRIU's version and the store's free space"
+    )
+    node_condition: bool = Field(False, description="keep the node's condition GpuUnhealthy")
+
+
 class LogSettings(_Section):
     """What the agent prints."""
 
@@ -296,6 +325,7 @@ class Settings(_Section):
     gc: GcSettings = GcSettings()
     server: ServerSettings = ServerSettings()
     metadata: MetadataSettings = MetadataSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
     log: LogSettings = LogSettings()
 
     @property

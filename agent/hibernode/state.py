@@ -62,7 +62,7 @@ def write_json(directory: Dir, name: str, data: dict[str, Any], *, sync: bool = 
 CLAIMS: Final = "claims.lock"
 TRIES: Final = "tries.json"
 MAX_TRIES: Final = 1000
-"""Containers and pods that a restore was tried into; a node runs some hundred pods."""
+"""Containers and pods that a restore was tried into, or that were answered; a node runs some hundred pods."""
 
 
 class StateDir:
@@ -163,6 +163,10 @@ class StateDir:
         kept = sorted(known.items(), key=lambda item: str(item[1]))[-MAX_TRIES:]
         write_json(self.root, TRIES, {**dict(kept), **dict.fromkeys(names, time.time())})
         return first
+
+    def tried(self, name: str) -> bool:
+        """Whether a try under this name was noted."""
+        return name in (read_json(self.root, TRIES) or {})
 
     # logs of failed dumps -----------------------------------------------------------------------------
 

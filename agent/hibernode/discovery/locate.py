@@ -8,8 +8,8 @@ and it must be older than the file. Two claimants are refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -83,6 +83,8 @@ class ClaimIndex:
     def __init__(self, era: Era, signal_dir: Path) -> None:
         self._era = era
         self._signal_dir = signal_dir
+        self.label_of: Callable[[int], str | None] = lambda _pid: None
+        """Gives the id that a process's pod has been labelled with in a cluster: the label wins."""
         self._found: dict[int, Claim] = {}
         self._waiting: dict[int, Claim] = {}
         self._stats: dict[int, Stat] = {}
@@ -96,10 +98,20 @@ class ClaimIndex:
         keys = [stat.key for stat in self._stats.values() if not stat.is_kernel_thread]
         before = {claim.key: claim for claim in (*self._found.values(), *self._waiting.values())}
         looked = {**before, **each(keys, self._look, _owner, CLAIM)}
-        found = {key.pid: claim for key in keys if (claim := looked.get(key)) is not None}
+        found = self._labelled({key.pid: claim for key in keys if (claim := looked.get(key)) is not None})
         # A placeholder has the worker's environment, and waits for it.
         self._waiting = {pid: claim for pid, claim in found.items() if recognise(pid)}
         self._found = {pid: claim for pid, claim in found.items() if pid not in self._waiting}
+
+    def _labelled(self, found: dict[int, Claim]) -> dict[int, Claim]:
+        """Let labels win: over the environment of their own pod, and over others who claim the same id."""
+        labels = {pid: label for pid in found if (label := self.label_of(pid)) is not None}
+        taken = set(labels.values())
+        return {
+            pid: replace(claim, hash=labels[pid]) if pid in labels else claim
+            for pid, claim in found.items()
+            if pid in labels or claim.hash not in taken
+        }
 
     def _look(self, key: ProcessKey) -> Claim | None:
         try:

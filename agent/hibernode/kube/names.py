@@ -6,6 +6,7 @@ Facts of ai-dynamo/dynamo's operator and node agents; the era of a name is the t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 PREFIX: Final = "nvidia.com/"
@@ -18,13 +19,46 @@ PLURAL: Final = "dynamocheckpoints"
 KIND: Final = "DynamoCheckpoint"
 
 
+TRUE: Final = "true"
+"""What a label of an era says where it says yes."""
+
+IN_PROGRESS: Final = "in_progress"
+COMPLETED: Final = "completed"
+FAILED: Final = "failed"
+"""Values of the annotations that tell a status; the first of era B only."""
+
+INCOMPATIBLE_CONDITION: Final = "SnapshotRestoreCompatible"
+"""The pod's condition that is False where a restore was refused before anything was touched."""
+
+CONTROL_DIR: Final = "/snapshot-control"
+SNAPSHOT_COMPLETE: Final = "snapshot-complete"
+RESTORE_COMPLETE: Final = "restore-complete"
+SENTINEL: Final = b"done\n"
+"""Era C's control volume in the worker, the files that the agent leaves there, and what they say."""
+
+LEASE_SECONDS: Final = 30
+LEASE_RENEW_SECONDS: Final = 10.0
+LEASE_HOLDER: Final = "snapshot-agent/"
+"""Era C's Lease, which has the Job's name: the controller waits while it stands. A uuid ends the holder."""
+
+
+class Word(StrEnum):
+    """How an era's agent tells the worker how it went."""
+
+    FILE = "signal file"
+    UNIX = "Unix signals"
+    SENTINEL = "sentinel files"
+
+
 @dataclass(frozen=True, slots=True)
 class KubeEra:
     """The labels and annotations of one era.
 
     ``ids``: labels that carry the checkpoint id, the one written now first. ``restore``: the label of a
-    restore target; empty where none marks it. ``status``: the annotation that a checkpoint's status is told
-    by, on the pod or, with ``status_on_job``, on its Job. ``restore_status``: the pod's annotation.
+    restore target; empty where none marks it. With ``restore_by_id`` a pod with the first of ``ids`` that is
+    no source is one too. ``status``: the annotation that a checkpoint's status is told by, on the pod or,
+    with ``status_on_job``, on its Job. ``restore_status``: the pod's annotation. ``ready_file``: the worker's
+    own ready file where its environment names none; with ``Word.SENTINEL`` a name in the control volume.
     """
 
     name: str
@@ -36,6 +70,9 @@ class KubeEra:
     restore_status: str = ""
     restore_container_id: str = ""
     target_containers: str = ""
+    restore_by_id: bool = False
+    word: Word = Word.FILE
+    ready_file: str = "/tmp/checkpoint-ready"  # noqa: S108 - the contract's path inside the worker's root
 
 
 ERAS: Final = (
@@ -52,6 +89,8 @@ ERAS: Final = (
         restore=f"{PREFIX}chrek-is-restore-target",
         status=f"{PREFIX}chrek-checkpoint-status",
         restore_status=f"{PREFIX}chrek-restore-status",
+        word=Word.UNIX,
+        ready_file="/tmp/ready-for-checkpoint",  # noqa: S108 - likewise
     ),
     KubeEra(
         name="C",
@@ -63,6 +102,9 @@ ERAS: Final = (
         restore_status=f"{PREFIX}snapshot-restore-status",
         restore_container_id=f"{PREFIX}snapshot-restore-container-id",
         target_containers=f"{PREFIX}snapshot-target-containers",
+        restore_by_id=True,
+        word=Word.SENTINEL,
+        ready_file="ready-for-checkpoint",
     ),
 )
 """The eras that the agent knows in a cluster; A1 is the default."""
