@@ -51,8 +51,24 @@ def _status(status: dict[str, Any]) -> str:
         records = ", ".join(f"{count} {name}" for name, count in metadata["records"].items()) or "no records"
         state = records if metadata["ready"] else "not ready"
         lines.append(f"metadata   {metadata['socket']} ({metadata['backend']}): {state}")
+    lines += _kubernetes(status.get("kubernetes"))
     lines.append(f"failure    {status['lastFailure'] or 'none'}")
     return "\n".join(lines)
+
+
+def _kubernetes(kube: dict[str, Any] | None) -> list[str]:
+    """Say what the cluster asks for: a line, and one for each pod."""
+    if kube is None:
+        return []
+    heard = "in step" if kube["synced"] else f"not heard: {kube['trouble'] or 'the API server is away'}"
+    where = kube["namespace"] or "all namespaces"
+    return [
+        f"kubernetes {kube['pods']} pods of {where}, {heard}; {kube['untold']} messages wait",
+        *(
+            f"  {pod['namespace']}/{pod['name']}: {pod['kind']} {pod['id'] or '?'}, {pod['state']}"
+            for pod in kube["asking"]
+        ),
+    ]
 
 
 def _gpu(gpu: dict[str, Any]) -> list[str]:

@@ -68,9 +68,9 @@ def _write(process: Process, directory: str, name: str, data: bytes) -> None:
 
 
 def tell(root: Process, number: int) -> int:
-    """Send a Unix signal to the topmost process below ``root`` that handles it; give its pid.
+    """Send a Unix signal to the topmost process at or below ``root`` that handles it; give its pid.
 
-    The first process of a pid namespace gets no signal that it does not catch, and a shell that wraps a worker
+    The first process of a pid namespace gets no signal that it does not catch, and a shell around a worker
     catches none.
 
     :raises RefusedError: none has one. :raises ProcessLookupError: it has ended.
