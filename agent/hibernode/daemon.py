@@ -93,7 +93,9 @@ class Agent:
         self.settings = settings
         self.started_at = time.time()
         self.state = StateDir.open(settings.state_dir)
-        self.store = Store(settings.store.path).open()
+        self.store = Store(settings.store.path)
+        if settings.checkpoint.enabled:
+            self.store.open()
         self.signals = SignalDir(settings.signals)
         self.event_log = EventLog(settings.state_dir)
         self.metrics = Metrics()
@@ -153,17 +155,17 @@ class Agent:
         await server.start()
         tasks: list[asyncio.Task[None]] = []
         try:
-            await asyncio.to_thread(self._prepare)
-            await self.watcher.start()
-            parts = [
-                ("requests", self._pump),
-                ("own ready files", self._own_ready_files),
-                ("restored workers", self._watch_restored),
-                ("what hangs", self._watch_stuck),
-                ("gc", self._gc_by_time),
-                ("recovery", self._recover_by_time),
-                ("GPUs", self.gpus.run),
-            ]
+            parts = [("what hangs", self._watch_stuck), ("GPUs", self.gpus.run)]
+            if self.settings.checkpoint.enabled:
+                await asyncio.to_thread(self._prepare)
+                await self.watcher.start()
+                parts += [
+                    ("requests", self._pump),
+                    ("own ready files", self._own_ready_files),
+                    ("restored workers", self._watch_restored),
+                    ("gc", self._gc_by_time),
+                    ("recovery", self._recover_by_time),
+                ]
             if self.metadata is not None:
                 await self.metadata.start()
                 parts.append(("metadata", self.metadata.run))
@@ -338,6 +340,8 @@ class Agent:
             criu_text = f"{criu.version}, {criu.path}"
         except HibernodeError as error:
             criu_text = error.message
+        if not self.settings.checkpoint.enabled:
+            criu_text = "not used: checkpoint.enabled is false"
         watcher = self.watcher
         return {
             "version": __version__,
@@ -387,6 +391,8 @@ class Agent:
 
     def gc(self, dry_run: bool) -> list[dict[str, Any]]:
         """Apply the retention rules."""
+        if not self.settings.checkpoint.enabled:
+            return []
         items = self.store.gc(self.settings.gc, dry_run=dry_run, now=time.time())
         for item in items:
             if not dry_run:
@@ -409,6 +415,21 @@ class Agent:
     # health and metrics -------------------------------------------------------------------------------
 
     def _register(self) -> None:
+        async def containers() -> str:
+            if hang := stuck():
+                raise DegradedError(
+                    "; ".join(f"{e.owner}: {e.what} hangs for {e.seconds:.0f} s" for e in hang)
+                )
+            return ""
+
+        if self.settings.checkpoint.enabled:
+            self._register_pipelines()
+        self.health.add(Check("containers", containers, required=False))
+        for check in health_checks(lambda: self.gpus.snapshot):
+            self.health.add(check)
+        self.metrics.add_collector("gpu", lambda: gpu_metrics(self.gpus.snapshot))
+
+    def _register_pipelines(self) -> None:
         async def signals() -> str:
             if self.watcher.mode is Mode.ABSENT:
                 raise HibernodeError(f"{self.signals.path}: {self.watcher.mode_reason}")
@@ -424,23 +445,12 @@ class Agent:
                 raise DegradedError(f"{free} bytes free, dumps are refused")
             return f"{free} bytes free"
 
-        async def containers() -> str:
-            if hang := stuck():
-                raise DegradedError(
-                    "; ".join(f"{e.owner}: {e.what} hangs for {e.seconds:.0f} s" for e in hang)
-                )
-            return ""
-
         def criu() -> str:
             return find_criu(self.settings.criu.binary).version
 
         self.health.add(Check("signals", signals))
         self.health.add(Check("store", in_thread(store)))
         self.health.add(Check("criu", in_thread(criu)))
-        self.health.add(Check("containers", containers, required=False))
-        for check in health_checks(lambda: self.gpus.snapshot):
-            self.health.add(check)
-        self.metrics.add_collector("gpu", lambda: gpu_metrics(self.gpus.snapshot))
         self.metrics.add_collector("jobs", self._read_jobs)
         self.metrics.add_collector("watch", self._read_watch)
         self.metrics.add_collector(
@@ -463,6 +473,12 @@ class Agent:
         }
 
     def _read_store(self) -> Reading:
+        if not self.settings.checkpoint.enabled:
+            return {
+                "hibernode_store_bytes": {},
+                "hibernode_store_artifacts": {},
+                "hibernode_store_free_bytes": 0,
+            }
         sizes: dict[str, float] = {}
         counts: dict[str, float] = {}
         for info in self.store.artifacts():

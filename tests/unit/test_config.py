@@ -166,6 +166,7 @@ def test_a_config_map_is_read_through_its_links(tmp_path):
     ("name", "value", "key", "taken"),
     [
         ("NODE_NAME", "node-7", "node_name", "node-7"),
+        ("RESTRICTED_NAMESPACE", "workers", "kubernetes.namespace", "workers"),
         ("CHECKPOINT_DIR", "/era", "store.path", Path("/era")),
         ("CRIU_GHOST_LIMIT", "1GiB", "criu.ghost_limit_bytes", GIB),
         ("CRIU_TIMEOUT", "21600", "checkpoint.deadline_seconds", 21600.0),
@@ -184,6 +185,7 @@ def test_the_table_of_era_names_is_tested_whole():
     """A name that is added to the table must come into the test above."""
     assert set(ERA_ENV) == {
         "NODE_NAME",
+        "RESTRICTED_NAMESPACE",
         "CHECKPOINT_DIR",
         "CRIU_GHOST_LIMIT",
         "CRIU_TIMEOUT",

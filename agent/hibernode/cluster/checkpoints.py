@@ -108,10 +108,10 @@ class Checkpoints:
         if not path or inside.names_its_own(path, entry.ask.id):
             return None
         return Problem(
-            "WrongSignalFile",
-            f"its label names {entry.ask.id} and its {ERA_A1.env_signal_file} another one, "
+            reason="WrongSignalFile",
+            message=f"its label names {entry.ask.id} and its {ERA_A1.env_signal_file} another one, "
             f"{PurePosixPath(path).name!a}",
-            "the label counts: set both to the same id",
+            remedy="the label counts: set both to the same id",
         )
 
     # the job ------------------------------------------------------------------------------------------

@@ -93,10 +93,11 @@ class KubePart:
     # life ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Watch and serve, until cancelled."""
+        """Watch and serve, until cancelled; an agent that only reports does not look at pods."""
         self._loop = asyncio.get_running_loop()
+        serves = self._settings.checkpoint.enabled
         async with asyncio.TaskGroup() as group:
-            for work in (self._connect, self.outbox.run, self._serve, self._node):
+            for work in (self._connect, self.outbox.run, self._node, *([self._serve] if serves else ())):
                 group.create_task(work())
 
     async def stop(self) -> None:
@@ -106,7 +107,8 @@ class KubePart:
             await self._follower.stop()
         if self._api is not None:
             await self._api.close()
-        self.teller.api = self._api = self._follower = None
+        self.teller.connect(None)
+        self._api = self._follower = None
 
     async def _connect(self) -> None:
         """Reach the API server, as often as it takes; from then on the follower does it."""
@@ -117,9 +119,10 @@ class KubePart:
             try:
                 if self._api is None:
                     self._api = KubeApi(await load_configuration(found.kubeconfig))
-                self.teller.api = self._api
-                self._follower = Follower(self._api, listing, self.roster)
-                await self._follower.start()
+                self.teller.connect(self._api)
+                if self._settings.checkpoint.enabled:
+                    self._follower = Follower(self._api, listing, self.roster)
+                    await self._follower.start()
             except UnavailableError as error:
                 if self.trouble != error.message:
                     log.warning("the pods of this node are not known: %s", error)
@@ -127,6 +130,8 @@ class KubePart:
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 self.trouble = ""
+                if self._follower is None:
+                    return
                 where = f"namespace {found.namespace}" if found.namespace else "all namespaces"
                 log.info("watching the pods of node %s in %s", self._settings.node, where)
 
@@ -265,8 +270,10 @@ class KubePart:
 
         :raises DegradedError: the API server is away.
         """
-        if self._follower is None or self.trouble:
+        if self.trouble:
             raise DegradedError(f"no pods yet: {self.trouble}")
+        if self._follower is None:
+            return f"reports only, {len(self.outbox)} messages wait"
         if not self._follower.synced:
             raise DegradedError(f"the API server has not been heard for {self._follower.age():.0f} s")
         return f"{len(self.roster)} pods, {len(self.roster.entries)} of them ask for something"
@@ -277,7 +284,7 @@ class KubePart:
         return {
             "node": self._settings.node,
             "namespace": self._settings.kubernetes.namespace,
-            "synced": follower is not None and follower.synced,
+            "synced": not self.trouble and (follower is None or follower.synced),
             "trouble": self.trouble,
             "ageSeconds": round(follower.age(), 1) if follower is not None else None,
             "pods": len(self.roster),

@@ -118,9 +118,10 @@ def ask_of(raw: Mapping[str, Any], node: str) -> Ask | None:
     id_, wrong = _id(era, labels)
     if len(asked) > 1:
         wrong = Problem(
-            "AmbiguousLabels",
-            "its labels ask for " + " and ".join(f"a {kind} of era {era.name}" for era, kind in asked),
-            "keep the labels of one",
+            reason="AmbiguousLabels",
+            message="its labels ask for "
+            + " and ".join(f"a {kind} of era {era.name}" for era, kind in asked),
+            remedy="keep the labels of one",
         )
     target = chosen or {}
     name = str(target.get("name", ""))
@@ -154,11 +155,15 @@ def _id(era: KubeEra, labels: Mapping[str, str]) -> tuple[str, Problem | None]:
     given = {label: labels[label] for label in era.ids if label in labels}
     if not given:
         return "", Problem(
-            "NoCheckpointId", "it has no label with a checkpoint id", f"set the label {era.ids[0]}"
+            reason="NoCheckpointId",
+            message="it has no label with a checkpoint id",
+            remedy=f"set the label {era.ids[0]}",
         )
     if len(set(given.values())) > 1:
         shown = " and ".join(f"{label}={_shown(value)}" for label, value in given.items())
-        return "", Problem("AmbiguousLabels", f"its labels name two ids: {shown}", "keep one of them")
+        return "", Problem(
+            reason="AmbiguousLabels", message=f"its labels name two ids: {shown}", remedy="keep one of them"
+        )
     ((label, value),) = list(given.items())[:1]
     try:
         return str(CheckpointId(value)), None
@@ -178,18 +183,18 @@ def _target(
             return by_name[names[0]], None
         why = f"{era.target_containers}={_shown(annotations[era.target_containers])}"
         return None, Problem(
-            "InvalidTargetContainer",
-            f"{why} does not name exactly one container of it; there is {shown}",
-            "name the worker's container, and no other",
+            reason="InvalidTargetContainer",
+            message=f"{why} does not name exactly one container of it; there is {shown}",
+            remedy="name the worker's container, and no other",
         )
     if MAIN in by_name:
         return by_name[MAIN], None
     if len(by_name) == 1:
         return containers[0], None
     return None, Problem(
-        "AmbiguousTarget",
-        f"none of its {len(by_name)} containers is called {MAIN}; there is {shown}",
-        f"call the worker's container {MAIN}"
+        reason="AmbiguousTarget",
+        message=f"none of its {len(by_name)} containers is called {MAIN}; there is {shown}",
+        remedy=f"call the worker's container {MAIN}"
         + (f", or name it in the annotation {era.target_containers}" if era.target_containers else ""),
     )
 

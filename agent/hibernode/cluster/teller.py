@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import secrets
+import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
@@ -13,8 +12,8 @@ from hibernode.cluster.outbox import Outbox
 from hibernode.cluster.pods import Ask, Ref
 from hibernode.errors import UnavailableError
 from hibernode.events import clean
-from hibernode.kube.api import MERGE, KubeApi, KubeStatusError
-from hibernode.kube.lease import CONFLICT
+from hibernode.kube.api import MERGE, KubeApi
+from hibernode.kube.events import EventWriter, reference_to
 from hibernode.kube.names import INCOMPATIBLE_CONDITION
 
 STRATEGIC: Final = "application/strategic-merge-patch+json"
@@ -24,20 +23,49 @@ COMPONENT: Final = "hibernode"
 _WORD: Final = re.compile(r"[A-Z][A-Za-z0-9]{0,127}", re.ASCII)
 
 
+class KeptEvents(EventWriter):
+    """Events that wait where they cannot be written; they bear the time at which it happened."""
+
+    def __init__(self, api: KubeApi, node: str) -> None:
+        self._at = 0.0
+        super().__init__(api, COMPONENT, node, wall=lambda: self._at)
+
+    async def write(self, ref: Ref, kind: str, reason: str, message: str, at: float) -> None:
+        """Write one event; one at a time.
+
+        :raises UnavailableError: it may be written later. :raises KubeStatusError: it never will.
+        """
+        self._at = at
+        if self._allowed(ref.uid):
+            await self._write(reference(ref), "Normal" if kind == "Normal" else "Warning", reason, message)
+        else:
+            self.dropped += 1
+
+
+def reference(ref: Ref) -> dict[str, Any]:
+    """Name an object as events do."""
+    metadata = {"namespace": ref.namespace, "name": ref.name, "uid": ref.uid}
+    return reference_to({"apiVersion": ref.api_version, "kind": ref.kind, "metadata": metadata})
+
+
 class Teller:
-    """Puts messages into the outbox. ``api`` is None until there is a connection; what is told waits."""
+    """Puts messages into the outbox; what is told before :meth:`connect` waits there."""
 
     def __init__(self, outbox: Outbox, node: str) -> None:
         self.api: KubeApi | None = None
         self.outbox = outbox
         self._node = node
+        self._events: KeptEvents | None = None
+
+    def connect(self, api: KubeApi | None) -> None:
+        """Use this connection from now on, or none."""
+        self.api = api
+        self._events = None if api is None else KeptEvents(api, self._node)
 
     def event(self, ref: Ref, kind: str, reason: str, message: str) -> None:
         """Tell an event on an object. ``kind``: Normal or Warning."""
-        body = self._event(ref, kind, reason, message)
-        self.outbox.put(
-            partial(self._post, f"/api/v1/namespaces/{body['metadata']['namespace']}/events", body)
-        )
+        word = reason if _WORD.fullmatch(reason) else "Other"
+        self.outbox.put(partial(self._write, ref, kind, word, clean(message), time.time()))
 
     def both(self, ask: Ask, kind: str, reason: str, message: str) -> None:
         """Tell an event on a pod and on its Job, if it has one."""
@@ -60,13 +88,13 @@ class Teller:
 
     def incompatible(self, pod: Ref, reason: str, message: str) -> None:
         """Set the pod's condition that its restore was refused."""
-        now = _now()
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         condition = {
             "type": INCOMPATIBLE_CONDITION,
             "status": "False",
             "reason": reason if _WORD.fullmatch(reason) else "Other",
             "message": clean(message),
-            "lastTransitionTime": now[:19] + "Z",
+            "lastTransitionTime": now,
         }
         body = {"metadata": {"uid": pod.uid}, "status": {"conditions": [condition]}}
         send = partial(self._call, "PATCH", f"{path_of(pod)}/status", body, STRATEGIC)
@@ -84,42 +112,13 @@ class Teller:
         :raises UnavailableError: it may go later. :raises KubeStatusError: it never will.
         """
         if self.api is None:
-            raise UnavailableError("there is no connection to the API server yet")
+            raise _unconnected()
         await self.api.call(method, path, self.api.budget(), body=body, content=content)
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        """Make an object of which it does not matter whether an earlier try has made it already."""
-        try:
-            await self._call("POST", path, body)
-        except KubeStatusError as error:
-            if error.code != CONFLICT:
-                raise
-
-    def _event(self, ref: Ref, kind: str, reason: str, message: str) -> dict[str, Any]:
-        now = _now()
-        namespace = ref.namespace or "default"
-        return {
-            "apiVersion": "v1",
-            "kind": "Event",
-            # A name of our own: a POST that is sent again after its answer was lost makes no second one.
-            "metadata": {"name": f"{ref.name[:200]}.{secrets.token_hex(8)}", "namespace": namespace},
-            "involvedObject": {
-                "apiVersion": ref.api_version,
-                "kind": ref.kind,
-                "name": ref.name,
-                "uid": ref.uid,
-                **({"namespace": ref.namespace} if ref.namespace else {}),
-            },
-            "type": "Normal" if kind == "Normal" else "Warning",
-            "reason": reason if _WORD.fullmatch(reason) else "Other",
-            "message": clean(message),
-            "source": {"component": COMPONENT, "host": self._node},
-            "firstTimestamp": now[:19] + "Z",
-            "lastTimestamp": now[:19] + "Z",
-            "count": 1,
-            "reportingComponent": COMPONENT,
-            "reportingInstance": self._node,
-        }
+    async def _write(self, ref: Ref, kind: str, reason: str, message: str, at: float) -> None:
+        if self._events is None:
+            raise _unconnected()
+        await self._events.write(ref, kind, reason, message, at)
 
 
 def path_of(ref: Ref) -> str:
@@ -128,5 +127,5 @@ def path_of(ref: Ref) -> str:
     return f"{folder}/namespaces/{ref.namespace}/{ref.kind.lower()}s/{ref.name}"
 
 
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+def _unconnected() -> UnavailableError:
+    return UnavailableError("there is no connection to the API server yet")

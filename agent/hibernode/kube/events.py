@@ -1,0 +1,136 @@
+"""Events of core/v1: what ``kubectl describe`` shows below an object.
+
+An event is advice, never state: what cannot be written is logged and forgotten. The same words on the same
+object are one Event with a count, whoever says them and however often they restart, because its name follows
+from them. A budget for each object keeps a loop of ours from filling the cluster's store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+from hibernode.errors import UnavailableError
+from hibernode.kube.api import MERGE, Budget, KubeApi, KubeStatusError
+from hibernode.kube.objects import metadata_of
+from hibernode.text import printable
+
+log = logging.getLogger("hibernode.kube.events")
+
+MAX_MESSAGE: Final = 1024
+"""Characters; the API server's own limit for events.k8s.io, which shares the objects."""
+
+SECONDS: Final = 5.0
+"""For writing one event with all its tries."""
+
+BURST: Final = 25
+REFILL_SECONDS: Final = 300.0
+"""Events of one object: as many at once, then one in this time. client-go's own numbers."""
+
+MAX_OBJECTS: Final = 4096
+"""Objects whose budgets are remembered."""
+
+CONFLICT: Final = 409
+MAX_NAME: Final = 253 - 17
+
+
+class EventWriter:
+    """Writes events; ``component`` says who. ``host`` is the node, if that is of interest.
+
+    ``clock`` gives monotonic seconds, ``wall`` seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        component: str,
+        host: str = "",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.dropped = 0
+        self._api, self._component, self._host = api, component, host
+        self._clock, self._wall = clock, wall
+        self._budgets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    async def say(
+        self,
+        involved: Mapping[str, Any],
+        type_: Literal["Normal", "Warning"],
+        reason: str,
+        message: str,
+        *,
+        field: str = "",
+    ) -> None:
+        """Write an event on ``involved``, an object as the API server gave it. Raises nothing.
+
+        ``field`` is the part of it that is meant, such as ``spec.containers{main}``.
+        """
+        reference = reference_to(involved) | ({"fieldPath": field} if field else {})
+        message = printable(message)
+        message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
+        if not self._allowed(str(reference.get("uid"))):
+            self.dropped += 1
+            log.info("no event %s of %s: it has many already", reason, reference.get("name"))
+            return
+        try:
+            await self._write(reference, type_, reason, message)
+        except (KubeStatusError, UnavailableError) as error:
+            log.warning("the event %s of %s was not written: %s", reason, reference.get("name"), error)
+
+    async def _write(self, reference: Mapping[str, Any], type_: str, reason: str, message: str) -> None:
+        budget, now = Budget(SECONDS, self._api.counters), self._now()
+        words = "\0".join((str(reference), self._component, self._host, type_, reason, message))
+        digest = hashlib.sha256(words.encode()).hexdigest()[:16]
+        name = f"{str(reference.get('name'))[:MAX_NAME].rstrip('.-')}.{digest}"
+        folder = f"/api/v1/namespaces/{reference.get('namespace') or 'default'}/events"
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": reference.get("namespace") or "default"},
+            "involvedObject": reference,
+            "type": type_,
+            "reason": reason,
+            "message": message,
+            "source": {"component": self._component, **({"host": self._host} if self._host else {})},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        try:
+            await self._api.call("POST", folder, budget, body=body)
+        except KubeStatusError as error:
+            if error.code != CONFLICT:
+                raise
+            found = await self._api.call("GET", f"{folder}/{name}", budget)
+            count = found.get("count")
+            more = {"count": count + 1 if isinstance(count, int) else 2, "lastTimestamp": now}
+            await self._api.call("PATCH", f"{folder}/{name}", budget, body=more, content=MERGE)
+
+    def _allowed(self, uid: str) -> bool:
+        """Take one from the object's budget."""
+        now = self._clock()
+        left, since = self._budgets.pop(uid, (float(BURST), now))
+        left = min(left + (now - since) / REFILL_SECONDS, BURST)
+        allowed = left >= 1
+        self._budgets[uid] = (left - 1 if allowed else left, now)
+        while len(self._budgets) > MAX_OBJECTS:
+            self._budgets.popitem(last=False)
+        return allowed
+
+    def _now(self) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._wall()))
+
+
+def reference_to(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the reference by which an event names an object; ``raw`` has its apiVersion, kind and metadata."""
+    metadata = metadata_of(raw)
+    reference = {"apiVersion": raw.get("apiVersion"), "kind": raw.get("kind")}
+    # Without resourceVersion, which would make another event of the same words.
+    reference |= {key: metadata.get(key) for key in ("namespace", "name", "uid")}
+    return {key: value for key, value in reference.items() if value}
