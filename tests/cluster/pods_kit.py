@@ -52,6 +52,7 @@ class Pods:
     def __init__(self, kube: Kube, namespace: str, kit: Kit, place: Place) -> None:
         self.kube, self.namespace, self.kit, self.place = kube, namespace, kit, place
         self.node, self.node_name = place.node, f"node-{kit.token}"
+        self.containers: dict[str, str] = {}
         self.folder = f"/api/v1/namespaces/{namespace}/pods"
 
     def agent(self, token: str, **settings: str) -> None:
@@ -107,7 +108,7 @@ class Pods:
 
     def run(self, pod: Pod, id_: str, **more: Any) -> Box:
         """Start the pod's container, in a cgroup that bears its uid, and say so in its status."""
-        container = self.kit.new_id()
+        container = self.containers[pod.name] = self.kit.new_id()
         cgroup = f"/runc-{self.kit.token}/kubepods/besteffort/pod{pod.uid}/{container}"
         box = self.place.start(id_, linux={"cgroupsPath": cgroup}, name=pod.name, **more)
         self.status(pod, container)

@@ -7,19 +7,28 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hibernode.cluster.roster import Roster
 from hibernode.kube.api import KubeApi
 from hibernode.kube.follow import Follower, Listing
+from hibernode.kube.names import INCOMPATIBLE_CONDITION
 from tests.cluster.kube import Kube
-from tests.cluster.pods_kit import A1, SECONDS, C, Pods, labels, later, pods_on, token_for
+from tests.cluster.pods_kit import A1, ACCOUNT, RBAC, SECONDS, B, C, Pods, labels, later, pods_on, token_for
+from tests.real import images
 from tests.real.boxes import Kit
 from tests.real.conftest import kit, node  # noqa: F401 - fixtures
-from tests.real.node import Node, until
+from tests.real.node import Node, read_json, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.containers, pytest.mark.criu]
+
+SIGNALLED = """
+trap 'exit 0' USR1; trap 'exit 7' CONT; echo ready
+while true; do sleep 0.1; done
+"""
+"""A worker of era B: handlers, and then it says that it is ready."""
 
 OUTAGE_SECONDS = 60.0
 """How long the API server is away."""
@@ -118,6 +127,92 @@ def test_an_expired_watch_is_survived(pods: Pods) -> None:
 def signal_env(id_: str) -> dict[str, str]:
     """Give the variable that says where a worker waits for its answer."""
     return {"DYN_CHECKPOINT_SIGNAL_FILE": f"/signals/{id_}.done"}
+
+
+def test_era_b_is_told_by_signals_and_by_the_pods_annotation(pods: Pods) -> None:
+    """The readiness that a probe reports is the trigger; SIGUSR1 ends the worker well, SIGCONT wakes it."""
+    id_ = pods.node.new_id()
+    source = pods.pod("source", labels(B, id_), probe=True)
+    argv, env = ("sh", "-c", SIGNALLED), {"DYN_CHECKPOINT_SIGNAL_FILE": ""}
+    box = pods.run(source, id_, argv=argv, env=env, image=images.busybox())
+    until("handlers", lambda: "ready" in box.log())
+    pods.status(source, pods.containers["source"], ready=True)
+    assert box.wait() == 0, (box.log(), pods.node.tail())
+    until("status", lambda: pods.annotation(source.path, B.status) == "completed", SECONDS)
+    pods.events("source", "CheckpointSucceeded")
+    target = pods.pod("restored", labels(B, id_, restore=True))
+    again = pods.run(target, id_, argv=("sleep", "1000000"), env=env, image=images.busybox())
+    assert again.wait() == 7, (again.log(), pods.node.tail())
+    until("status", lambda: pods.annotation(target.path, B.restore_status) == "completed", SECONDS)
+
+
+def test_a_restore_that_does_not_fit_leaves_a_condition_with_both_values(pods: Pods) -> None:
+    """Nothing is touched, and the placeholder starts cold."""
+    id_ = pods.node.new_id()
+    box = pods.run(pods.pod("source", labels(A1, id_)), id_)
+    assert pods.node.done(id_)["success"] is True, pods.node.tail()
+    assert box.wait() == 0
+    target = pods.pod("small", labels(A1, id_, restore=True), command=["/h/hibernode-placeholder"])
+    cold = ("/hibernode-placeholder", "--", "/bin/sh", "-c", "echo started cold; exec sleep 1000")
+    small = pods.run(target, id_, argv=cold, memory=6 << 20)
+    until("cold start", lambda: "started cold" in small.log(), SECONDS)
+    pods.events("small", "RestoreIncompatible")
+
+    def conditions() -> list[str]:
+        found = pods.kube.request("GET", target.path).body["status"]["conditions"]
+        return [one["message"] for one in found if one["type"] == INCOMPATIBLE_CONDITION]
+
+    message = until("condition", conditions, SECONDS)[0]
+    assert "limit" in message
+
+
+def test_the_answer_goes_through_the_containers_root_where_the_hostpath_is_not_mounted(
+    pods: Pods, tmp_path: Path
+) -> None:
+    """The worker's directory is none that the agent watches; ours has no file for it."""
+    id_ = pods.node.new_id()
+    tmp_path.chmod(0o777)
+    box = pods.run(
+        pods.pod("source", labels(A1, id_)), id_, binds=[(tmp_path, "/signals", "rw")], more_binds=()
+    )
+    assert box.wait() == 0, pods.node.tail()
+    assert read_json(tmp_path / f"{id_}.done")["checkpoint_id"] == id_  # type: ignore[index]
+    assert not (pods.node.signals / f"{id_}.done").exists()
+
+
+def test_an_agent_that_starts_anew_answers_nobody_twice(pods: Pods, tmp_path: Path) -> None:
+    """The pod is still there and still ready, and its worker has not ended."""
+    id_ = pods.node.new_id()
+    argv = ("sh", "-c", "touch /ready; while true; do sleep 0.1; done")
+    source = pods.pod("source", labels(A1, id_), probe=True)
+    env = {"DYN_CHECKPOINT_READY_FILE": "/ready"}
+    pods.run(source, id_, argv=argv, env=env, image=images.busybox())
+    assert pods.node.done(id_)["success"] is True, pods.node.tail()
+    pods.events("source", "CheckpointSucceeded")
+    (pods.node.signals / f"{id_}.done").unlink()
+    pods.node.agents[-1].terminate()
+    pods.node.agents[-1].wait()
+    pods.node.start_agent()
+    until("settled pod", lambda: [one["state"] for one in pods.said()["asking"]] == ["settled"], SECONDS)
+    assert not (pods.node.signals / f"{id_}.done").exists()
+
+
+def test_the_node_is_told_what_schedulers_can_use(pods: Pods, kube: Kube) -> None:
+    """By an agent with the role for it, when the settings say so; its free space is an annotation."""
+    kube.make("/api/v1/nodes", {"metadata": {"name": pods.node_name}})
+    kube.apply(RBAC / "node.yaml")
+    kube.bind(pods.namespace, ACCOUNT, "hibernode-agent-node")
+    pods.node.agents[-1].terminate()
+    pods.node.agents[-1].wait()
+    pods.node.start_agent(KUBERNETES_NODE_LABELS="true", KUBERNETES_NODE_CONDITION="true")
+
+    def metadata() -> dict[str, Any]:
+        found: dict[str, Any] = kube.request("GET", f"/api/v1/nodes/{pods.node_name}").body["metadata"]
+        return found if "hibernode.io/criu" in found.get("labels", {}) else {}
+
+    found = until("label", metadata, SECONDS)
+    assert found["labels"]["hibernode.io/criu"][0].isdigit()
+    assert int(found["annotations"]["hibernode.io/store-free-bytes"]) > 0
 
 
 def test_a_thousand_pods_of_a_node_are_listed(

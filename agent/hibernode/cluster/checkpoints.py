@@ -63,7 +63,8 @@ class Checkpoints:
             entry.settled = True
             await self._early(entry)
         elif await self._is_fit(entry) and now >= entry.not_before:
-            if await asyncio.to_thread(self._shared.requests.parts.restorer.state.tried, _note(entry)):
+            state = self._shared.requests.parts.restorer.state
+            if not entry.again and await asyncio.to_thread(state.tried, _note(entry)):
                 entry.settled = True  # it was answered by the agent before this one
                 return
             if entry.trigger is None and entry.ask.ready:
@@ -77,7 +78,7 @@ class Checkpoints:
         if ask.problem is not None and ask.container and not ask.container_id:
             self._refused(entry, ask.problem)  # its worker is told when it runs
             return False
-        missing = await locate(entry)
+        missing = await locate(entry, self._shared.heard())
         problem = ask.problem or missing or self._wrong_path(entry)
         if problem is not None:
             await self._refuse(entry, problem)
@@ -258,12 +259,13 @@ class Checkpoints:
 
     def _answer_in(self, entry: Entry, outcome: Outcome, process: Process) -> str:
         word, path = entry.ask.era.word, entry.contract.signal_file if entry.contract else ""
-        signals = self._shared.requests.parts.signals
         if path and inside.names_its_own(path, outcome.id):
-            if inside.same_directory(process.pid, path, signals.path):
-                return self._answer_here(entry, outcome)
-            inside.write_signal(process, path, outcome.id, _payload(outcome))
-            return ""
+            if inside.same_directory(process.pid, path, self._shared.requests.parts.signals.path):
+                self._write_here(outcome)
+            else:
+                inside.write_signal(process, path, outcome.id, _payload(outcome))
+            if word is not Word.SENTINEL or not entry.control_dir:
+                return ""
         if word is Word.FILE:
             return f"; it has no {ERA_A1.env_signal_file}, so its worker cannot be told"
         if not outcome.success:
@@ -276,15 +278,18 @@ class Checkpoints:
         return ""
 
     def _answer_here(self, entry: Entry, outcome: Outcome) -> str:
-        """Write the signal file into our own signal directory, which need not be the worker's."""
+        """Write the signal file for a worker that cannot be looked into, whose directory this need not be."""
         if entry.ask.era.word is Word.FILE:
-            self._shared.requests.parts.signals.answer_done(
-                outcome.id,
-                checkpoint_path=outcome.path if outcome.success else "",
-                success=outcome.success,
-                error="" if outcome.success else sentence(outcome),
-            )
+            self._write_here(outcome)
         return ""
+
+    def _write_here(self, outcome: Outcome) -> None:
+        self._shared.requests.parts.signals.answer_done(
+            outcome.id,
+            checkpoint_path=outcome.path if outcome.success else "",
+            success=outcome.success,
+            error="" if outcome.success else sentence(outcome),
+        )
 
     async def _give_back(self, ask: Ask) -> None:
         lease = self._leases.pop(ask.job.uid, None) if ask.job is not None else None

@@ -80,7 +80,7 @@ class KubePart:
         self.roster = Roster(settings.node, self._changed.set)
         self.outbox = Outbox()
         self.teller = Teller(self.outbox, settings.node)
-        shared = Shared(settings, requests, self.roster, self.teller, self._changed.set)
+        shared = Shared(settings, requests, self.roster, self.teller, self._heard, self._changed.set)
         self.checkpoints, self.restores = Checkpoints(shared), Restores(shared)
         self._api = api
         self._follower: Follower | None = None
@@ -89,6 +89,10 @@ class KubePart:
         self._told_gpus_at = 0.0
         self.trouble = "starting"
         requests.pods = self
+
+    def _heard(self) -> float:
+        """Tell when the API server was last heard, in monotonic seconds."""
+        return time.monotonic() - self._follower.age() if self._follower is not None else 0.0
 
     # life ---------------------------------------------------------------------------------------------
 
@@ -210,8 +214,10 @@ class KubePart:
                 reason="WrongPod",
                 pid=pid,
             )
-        if entry.ask.kind is Kind.CHECKPOINT and entry.trigger is None:
-            entry.trigger = Trigger.SIGNAL
+        if entry.ask.kind is Kind.CHECKPOINT:
+            if entry.settled:
+                entry.ask_again()
+            entry.trigger = entry.trigger or Trigger.SIGNAL
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._changed.set)
         return True

@@ -48,7 +48,7 @@ class Restores:
         if ask.over:
             entry.settled = True
             return
-        problem = ask.problem or await locate(entry)
+        problem = ask.problem or await locate(entry, self._shared.heard())
         if problem is not None:
             self._refuse(entry, problem)
             return

@@ -20,7 +20,8 @@ class Entry:
 
     ``container`` and ``contract`` are known once it was found on the node. ``trigger``: what said first that
     it may be frozen. ``busy``: a job has it. ``unsaid``: an outcome that the worker could not be told yet.
-    ``settled``: nothing is left to do. ``not_before`` and ``missing_since``: monotonic seconds.
+    ``settled``: nothing is left to do. ``tried``: a restore was begun. ``again``: it was answered, and asked
+    once more by a file in the signal directory. ``not_before`` and ``missing_since``: monotonic seconds.
     """
 
     ask: Ask
@@ -34,6 +35,7 @@ class Entry:
     settled: bool = False
     unsaid: Outcome | None = None
     tried: bool = False
+    again: bool = False
     not_before: float = 0.0
     missing_since: float = 0.0
     said: set[str] = field(default_factory=set)
@@ -42,6 +44,11 @@ class Entry:
         """Whether the pod now asks for something else, or for another run of its container."""
         another_run = bool(self.run and ask.container_id and self.run != ask.container_id)
         return another_run or (self.ask.id, self.ask.kind) != (ask.id, ask.kind)
+
+    def ask_again(self) -> None:
+        """Take it that the worker asks anew after it was answered."""
+        self.again, self.settled = True, False
+        self.said.discard("outcome")
 
     def first(self, what: str) -> bool:
         """Whether this is to be said for the first time."""

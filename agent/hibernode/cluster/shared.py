@@ -33,17 +33,24 @@ that is not to be found is a failure."""
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The parts of the agent that pods are served with."""
+    """The parts of the agent that pods are served with.
+
+    ``heard``: when the API server was last heard, monotonic seconds. ``wake``: have the pods looked at soon.
+    """
 
     settings: Settings
     requests: Requests
     roster: Roster
     teller: Teller
+    heard: Callable[[], float]
     wake: Callable[[], None]
 
 
-async def locate(entry: Entry) -> Problem | None:
-    """Find a pod's container on this node; says why that is impossible, and nothing while it may come yet."""
+async def locate(entry: Entry, heard: float) -> Problem | None:
+    """Find a pod's container on this node; says why that is impossible, and nothing while it may come yet.
+
+    ``heard``: when the API server was last heard. One that is away cannot say that the container has ended.
+    """
     now = time.monotonic()
     if entry.container is not None or not entry.ask.container_id or now < entry.not_before:
         return None
@@ -54,7 +61,7 @@ async def locate(entry: Entry) -> Problem | None:
     except NotFoundError as error:
         entry.not_before = now + FIND_SECONDS
         entry.missing_since = entry.missing_since or now
-        if now - entry.missing_since < MISSING_SECONDS:
+        if now - entry.missing_since < MISSING_SECONDS or heard < entry.missing_since + FIND_SECONDS:
             return None
         return Problem(
             error.reason,
