@@ -237,6 +237,8 @@ class Agent:
 
     async def _pump(self) -> None:
         loop = asyncio.get_running_loop()
+        if self.kube is not None:
+            await self.kube.known()
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -252,6 +254,8 @@ class Agent:
         Processes become known by a look at /proc; the files of those known are looked at in short turns.
         """
         index, known_at, changed = self.requests.index, 0.0, asyncio.Event()
+        if self.kube is not None:
+            await self.kube.known()
         discover = FILL_SECONDS if self.settings.restore.placeholders else DISCOVER_SECONDS
         with contextlib.closing(ReadyWatch(changed.set)) as watch:
             while True:

@@ -52,6 +52,10 @@ NODE_SECONDS: Final = 30.0
 HEARTBEAT_SECONDS: Final = 300.0
 """The node's condition is told anew after this time, though it is the same."""
 
+FIRST_SECONDS: Final = 10.0
+"""The signal directory waits this long for the first list of pods: what their labels say comes first. Where
+the API server is away when the agent starts, what workers say of themselves has to do."""
+
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
 
@@ -75,7 +79,7 @@ class KubePart:
         api: KubeApi | None = None,
     ) -> None:
         self._settings, self._requests, self._gpus = settings, requests, gpus
-        self._changed = asyncio.Event()
+        self._changed, self._known = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.roster = Roster(settings.node, self._changed.set)
         self.outbox = Outbox()
@@ -103,6 +107,13 @@ class KubePart:
         async with asyncio.TaskGroup() as group:
             for work in (self._connect, self.outbox.run, self._node, *([self._serve] if serves else ())):
                 group.create_task(work())
+
+    async def known(self) -> None:
+        """Wait until the pods are known, but not for long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_SECONDS):
+                await self._known.wait()
+        self._known.set()
 
     async def stop(self) -> None:
         """Give back what is held in the cluster, and close the connection."""
@@ -134,6 +145,7 @@ class KubePart:
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 self.trouble = ""
+                self._known.set()
                 if self._follower is None:
                     return
                 where = f"namespace {found.namespace}" if found.namespace else "all namespaces"
