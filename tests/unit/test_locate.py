@@ -373,3 +373,19 @@ def test_a_ready_file_of_an_earlier_worker_is_none(
 def test_the_ready_file_has_the_name_that_its_era_gives_it(environ, ready_file):
     """The era's own name first, then those of later eras, then the era's default path."""
     assert contract_of({"DYN_CHECKPOINT_HASH": "x", **environ}, ERA_A1).ready_file == ready_file
+
+
+def test_a_pods_label_wins_over_environments(signal_dir: Path, index: ClaimIndex) -> None:
+    """Over its own worker's, and over others who claim the id that the label gives."""
+    third = "0" * 12
+    with (
+        worker(named(signal_dir)) as labelled,
+        worker(named(signal_dir, OTHER)) as thief,
+        worker(named(signal_dir, third)) as free,
+    ):
+        index.label_of = lambda pid: OTHER if pid == labelled.pid else None
+        index.refresh()
+        claims = {claim.key.pid: claim.hash for claim in index.claims()}
+        assert claims[labelled.pid] == OTHER
+        assert thief.pid not in claims
+        assert claims[free.pid] == third

@@ -19,6 +19,7 @@ from hibernode.answers import Outcome, Request, RestoreOutcome, RestoreRequest, 
 from hibernode.checkpoint import Checkpointer
 from hibernode.discovery.signals import ReadyRequest, Rejected, Scan, SignalDir
 from hibernode.discovery.signals import RestoreRequest as RestoreFile
+from hibernode.errors import RefusedError
 from hibernode.events import EventLog
 from hibernode.host import procfs
 from hibernode.jobs import Jobs
@@ -286,3 +287,46 @@ async def test_a_full_queue_lets_the_worker_go(bench: Bench, worker: int) -> Non
     await bench.jobs.close()
     await bench.requests.take(Scan(ready=[ready(worker)], restore=[RestoreFile(OTHER, 0, 0, 1.0, (1, 1, 1))]))
     assert bench.checkpoints.asked == bench.restores.asked == []
+
+
+class Labels:
+    """A cluster with one pod: the one that a process is in, and its label."""
+
+    def __init__(self, pid: int, label: str) -> None:
+        self.pid, self.label, self.taken = pid, label, list[str]()
+
+    def label_of(self, pid: int) -> str | None:
+        """Tell its label."""
+        return self.label if pid == self.pid else None
+
+    def takes(self, pid: int, id_: str) -> bool:
+        """Take what is for the pod, and refuse what mixes it with another."""
+        if pid == self.pid and id_ != self.label:
+            raise RefusedError("another pod's", reason="WrongPod")
+        self.taken += [id_] if pid == self.pid else []
+        return pid == self.pid
+
+
+async def test_the_ready_file_of_a_labelled_pod_is_the_clusters(bench: Bench, worker: int) -> None:
+    """No job of the signal directory's own begins, and nothing is held."""
+    pods = Labels(worker, ID)
+    bench.requests.pods = pods
+    await bench.requests.take(Scan(ready=[ready(worker)]))
+    assert pods.taken == [ID]
+    assert bench.checkpoints.asked == []
+
+
+async def test_a_ready_file_that_leads_to_another_pod_is_removed_and_answers_nobody(
+    bench: Bench, worker: int
+) -> None:
+    """The answer would reach the worker whose id it is, and who has not asked."""
+    bench.requests.pods = Labels(worker, OTHER)
+    path = bench.signals.path / f"{ID}.ready"
+    path.touch()
+    found = path.stat()
+    asked = dataclasses.replace(ready(worker), identity=(found.st_dev, found.st_ino, found.st_ctime_ns))
+    await bench.requests.take(Scan(ready=[asked]))
+    assert bench.checkpoints.asked == []
+    assert bench.answer() is None
+    assert not (bench.signals.path / f"{ID}.ready").exists()
+    assert bench.said() == [("Warning", "CheckpointFailed")]

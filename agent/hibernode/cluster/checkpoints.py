@@ -46,8 +46,8 @@ API server is away the worker does not wait for longer than this."""
 class Checkpoints:
     """Freezes the workers of pods; each run of a container is answered once."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+    def __init__(self, shared: Shared, *, renew_seconds: float = LEASE_RENEW_SECONDS) -> None:
+        self._shared, self._renew_seconds = shared, renew_seconds
         self._holder = LEASE_HOLDER + str(uuid.uuid4())
         self._leases: dict[str, Lease] = {}
 
@@ -182,7 +182,7 @@ class Checkpoints:
         lost = False
         try:
             while lease is not None and not lost:
-                done, _ = await asyncio.wait({work}, timeout=LEASE_RENEW_SECONDS)
+                done, _ = await asyncio.wait({work}, timeout=self._renew_seconds)
                 if done:
                     break
                 with contextlib.suppress(UnavailableError):
