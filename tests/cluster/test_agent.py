@@ -146,6 +146,18 @@ def test_era_b_is_told_by_signals_and_by_the_pods_annotation(pods: Pods) -> None
     until("status", lambda: pods.annotation(target.path, B.restore_status) == "completed", SECONDS)
 
 
+def test_a_source_of_era_c_with_a_bad_id_ends_at_once_and_its_job_is_told(pods: Pods, tmp_path: Path) -> None:
+    """It would wait for its deadline: nobody else can tell it."""
+    job = pods.job("job")
+    bad = pods.pod("bad", {C.source: "true", C.ids[0]: "Not-An-Id"}, job=job)
+    box = later(pods, bad, pods.node.new_id(), tmp_path / "one")
+    assert box.wait() == 128 + 9
+    pods.events("bad", "CheckpointFailed")
+    pods.events("job", "CheckpointFailed")
+    path = f"/apis/batch/v1/namespaces/{pods.namespace}/jobs/job"
+    assert pods.annotation(path, C.status) == "failed"
+
+
 def test_a_restore_that_does_not_fit_leaves_a_condition_with_both_values(pods: Pods) -> None:
     """Nothing is touched, and the placeholder starts cold."""
     id_ = pods.node.new_id()

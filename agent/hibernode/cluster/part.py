@@ -154,24 +154,26 @@ class KubePart:
     async def _serve(self) -> None:
         """Do for each pod what can be done, when something has changed and by time."""
         with contextlib.closing(ReadyWatch(self._changed.set)) as watch:
-            while True:
-                self._changed.clear()
-                waiting = await self._turn(watch)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(
-                        self._settings.signals.poll_seconds if waiting else IDLE_SECONDS
-                    ):
-                        await self._changed.wait()
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    self._changed.clear()
+                    waiting = await self._turn(group, watch)
+                    period = self._settings.signals.poll_seconds if waiting else IDLE_SECONDS
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(period):
+                            await self._changed.wait()
 
-    async def _turn(self, watch: ReadyWatch) -> bool:
+    async def _turn(self, group: asyncio.TaskGroup, watch: ReadyWatch) -> bool:
         """Look at all pods once; whether a ready file is waited for."""
         sources = self.roster.of_kind(Kind.CHECKPOINT)
+        targets = self.roster.of_kind(Kind.RESTORE) if self._settings.kubernetes.restore else []
         await self._look(watch, sources)
-        for entry in sources:
-            await self._guarded(self.checkpoints.advance, entry)
-        if self._settings.kubernetes.restore:
-            for entry in self.roster.of_kind(Kind.RESTORE):
-                await self._guarded(self.restores.advance, entry)
+        work = [(self.checkpoints.advance, entry) for entry in sources]
+        for advance, entry in [*work, *((self.restores.advance, entry) for entry in targets)]:
+            if not entry.at_work and not entry.busy:
+                entry.at_work = True
+                # Each by itself: a container whose files hang holds up no other.
+                group.create_task(self._guarded(advance, entry))
         return any(not entry.settled and entry.trigger is None for entry in sources)
 
     async def _look(self, watch: ReadyWatch, sources: list[Entry]) -> None:
@@ -199,6 +201,8 @@ class KubePart:
             pod = entry.ask.pod
             log.exception("pod %s/%s: unexpected failure", pod.namespace, pod.name)
             entry.not_before = time.monotonic() + RETRY_SECONDS
+        finally:
+            entry.at_work = False
 
     # what the signal directory asks -------------------------------------------------------------------
 

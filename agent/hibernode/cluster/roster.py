@@ -19,9 +19,10 @@ class Entry:
     """A pod and one run of its container, whose id is ``run`` once it has one.
 
     ``container`` and ``contract`` are known once it was found on the node. ``trigger``: what said first that
-    it may be frozen. ``busy``: a job has it. ``unsaid``: an outcome that the worker could not be told yet.
-    ``settled``: nothing is left to do. ``tried``: a restore was begun. ``again``: it was answered, and asked
-    once more by a file in the signal directory. ``not_before`` and ``missing_since``: monotonic seconds.
+    it may be frozen. ``at_work``: it is looked at now. ``busy``: a job has it. ``unsaid``: an outcome that
+    the worker could not be told yet. ``settled``: nothing is left to do. ``tried``: a restore was begun.
+    ``again``: it was answered, and asked once more by a file in the signal directory. ``not_before`` and
+    ``missing_since``: monotonic seconds.
     """
 
     ask: Ask
@@ -31,6 +32,7 @@ class Entry:
     contract: Contract | None = None
     control_dir: str = ""
     trigger: Trigger | None = None
+    at_work: bool = False
     busy: bool = False
     settled: bool = False
     unsaid: Outcome | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from hibernode.apart import apart
+from hibernode.apart import LOOK_SECONDS, apart
 from hibernode.cluster.pods import Problem, Told, completed, told
 from hibernode.cluster.roster import Entry, Roster
 from hibernode.cluster.teller import Teller
@@ -56,8 +56,9 @@ async def locate(entry: Entry, heard: float) -> Problem | None:
         return None
     name = f"container {entry.ask.container_id}"
     try:
-        container = await apart(partial(_found, entry), name, "a look for it")
-        environ = await apart(partial(_environ, container), owner_of(container.pid), CLAIM)
+        container = await apart(partial(_found, entry), name, "a look for it", seconds=LOOK_SECONDS)
+        owner = owner_of(container.pid)
+        environ = await apart(partial(_environ, container), owner, CLAIM, seconds=LOOK_SECONDS)
     except NotFoundError as error:
         entry.not_before = now + FIND_SECONDS
         entry.missing_since = entry.missing_since or now
