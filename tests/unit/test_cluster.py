@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from hibernode.answers import Outcome, Request, Trigger
+from hibernode.cli.agent import _kubernetes
 from hibernode.cluster import inside, node
 from hibernode.cluster.checkpoints import Checkpoints
 from hibernode.cluster.outbox import Outbox
@@ -366,3 +367,14 @@ async def test_a_dump_whose_lease_another_has_taken_is_undone_and_not_answered()
     assert undone.is_set()
     assert (outcome.success, outcome.answered, outcome.reason) == (False, False, "LeaseLost")
     assert asks == []
+
+
+def test_the_status_command_names_each_pod_that_asks() -> None:
+    """A machine without a cluster has no line of it."""
+    pod_said = {"namespace": "workers", "name": "w0", "kind": "checkpoint", "id": ID, "state": "found"}
+    said = {"pods": 7, "namespace": "", "synced": False, "trouble": "", "untold": 2, "asking": [pod_said]}
+    assert _kubernetes(said) == [
+        "kubernetes 7 pods of all namespaces, not heard: the API server is away; 2 messages wait",
+        f"  workers/w0: checkpoint {ID}, found",
+    ]
+    assert _kubernetes(None) == []
