@@ -264,6 +264,41 @@ class ContainerFacts(_Part):
                 raise ValueError("container.diffs names a place that is no mount")
 
 
+class GpuFacts(_Part):
+    """A GPU that the tree used. ``memory_bytes``: its whole memory; 0 where NVML did not tell."""
+
+    uuid: Text
+    model: Text
+    memory_bytes: Count = 0
+
+
+class CudaProcessFacts(_Part):
+    """A CUDA process of the tree. ``ns_pid``: in the innermost pid namespace; ``gpu_bytes``: what it held.
+
+    ``state``: what cuda-checkpoint left it in for the images, or ``plugin`` where CRIU's plugin did the work.
+    """
+
+    ns_pid: Count
+    comm: Text = ""
+    gpu_bytes: Count = 0
+    state: Literal["checkpointed", "plugin"] = "checkpointed"
+
+
+class CudaFacts(_Part):
+    """What a restore must bring back to the GPUs, in the order in which the tree saw them.
+
+    ``strategy``: who did it. ``driver`` and ``tool``: versions as NVML and cuda-checkpoint say them.
+    ``seconds``: by call, ``lock`` and ``checkpoint``.
+    """
+
+    strategy: Literal["cuda-checkpoint", "criu-plugin"]
+    driver: Text = ""
+    tool: Text = ""
+    gpus: Many[GpuFacts] = ()
+    processes: Many[CudaProcessFacts] = ()
+    seconds: dict[Text, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+
+
 class FileEntry(_Part):
     """A file of the artifact. ``path`` is relative to the artifact, ``size`` in bytes, ``digest`` BLAKE3."""
 
@@ -275,7 +310,7 @@ class FileEntry(_Part):
 class Manifest(_Part):
     """All about one artifact. ``phases``: seconds by step; ``total_bytes``: the sum of ``files``.
 
-    ``rights``: None in artifacts of a release that did not note them.
+    ``rights``: None in artifacts of a release that did not note them. ``cuda``: None if no process used CUDA.
     """
 
     api_version: Literal["hibernode.io/v1"] = API_VERSION
@@ -304,6 +339,7 @@ class Manifest(_Part):
     phases: dict[Text, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     leave: Literal["running", "stopped", "killed"]
     container: ContainerFacts | None = None
+    cuda: CudaFacts | None = None
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
