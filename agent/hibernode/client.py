@@ -40,15 +40,16 @@ class _Connection(http.client.HTTPConnection):
 
 
 class AgentClient:
-    """Asks the agent behind ``path``. ``timeout`` is in seconds, for each step of an exchange.
+    """Asks the agent behind ``path``; an answer has ``max_bytes`` at most.
+
+    ``timeout`` is in seconds, for each step of an exchange.
 
     Every method raises AgentUnreachableError when no agent answers (reason :data:`NO_AGENT` if none runs),
     and the agent's own error, with its exit code, when it answers with one.
     """
 
-    def __init__(self, path: Path, *, timeout: float = 10.0) -> None:
-        self._path = path
-        self._timeout = timeout
+    def __init__(self, path: Path, *, timeout: float = 10.0, max_bytes: int = MAX_ANSWER_BYTES) -> None:
+        self._path, self._timeout, self._max = path, timeout, max_bytes
 
     def get(self, path: str, /, **query: str | int) -> dict[str, Any]:
         """Read something, such as ``/v1/status``."""
@@ -63,7 +64,7 @@ class AgentClient:
         try:
             connection.request(method, f"{path}?{urlencode(query)}" if query else path)
             response = connection.getresponse()
-            body = response.read(MAX_ANSWER_BYTES + 1)
+            body = response.read(self._max + 1)
         except TimeoutError:
             raise self._unreachable(
                 f"gave no answer within {self._timeout:g} s", "it may be stopped or overloaded; see its log"
@@ -90,7 +91,7 @@ class AgentClient:
 
     def _answer(self, status: int, body: bytes) -> dict[str, Any]:
         try:
-            data = json.loads(body) if len(body) <= MAX_ANSWER_BYTES else None
+            data = json.loads(body) if len(body) <= self._max else None
         except (ValueError, RecursionError):
             data = None
         if not isinstance(data, dict):

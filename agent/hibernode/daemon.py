@@ -15,7 +15,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from hibernode import __version__, recover, restored
@@ -29,7 +29,7 @@ from hibernode.discovery.locate import own_ready_files
 from hibernode.discovery.ready import ReadyWatch
 from hibernode.discovery.signals import SignalDir
 from hibernode.discovery.watch import DirectoryWatcher, Mode
-from hibernode.errors import HibernodeError, StuckError
+from hibernode.errors import HibernodeError, RefusedError, StuckError
 from hibernode.events import EventLog
 from hibernode.gpu.checks import health_checks, summary
 from hibernode.gpu.metrics import metrics as gpu_metrics
@@ -379,6 +379,16 @@ class Agent:
             "kubernetes": None if self.kube is None else self.kube.status(),
             "lastFailure": self.requests.last_failure,
         }
+
+    async def records(self, verb: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Answer ``hibernode metadata``."""
+        if self.metadata is None:
+            raise RefusedError(
+                "the agent serves no metadata",
+                remedy="set metadata.enabled=true for the agent and start it again",
+                reason="MetadataOff",
+            )
+        return await self.metadata.view(verb, query)
 
     def gpu(self) -> dict[str, Any]:
         """Describe the GPUs, from memory."""

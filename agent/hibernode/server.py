@@ -67,6 +67,9 @@ class Api(Protocol):
     def gpu(self) -> dict[str, Any]:
         """Describe the GPUs."""
 
+    async def records(self, verb: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Answer ``sources``, ``workers`` and ``worker`` of the metadata service, or ``remove``."""
+
     def gc(self, dry_run: bool) -> list[dict[str, Any]]:
         """Apply the retention rules; list what went, or what would go."""
 
@@ -129,6 +132,10 @@ class Server:
             ("GET", "/v1/events"): self._events,
             ("GET", "/v1/jobs"): self._jobs,
             ("GET", "/v1/gpu"): self._gpu,
+            ("GET", "/v1/metadata/sources"): self._records("sources"),
+            ("GET", "/v1/metadata/workers"): self._records("workers", "source"),
+            ("GET", "/v1/metadata/worker"): self._records("worker", "source", "worker", "with"),
+            ("POST", "/v1/metadata/remove"): self._records("remove", "source", "worker"),
             ("POST", "/v1/gc"): self._gc,
             ("POST", "/v1/retry"): self._retry,
             ("POST", "/v1/absent"): self._absent,
@@ -212,6 +219,14 @@ class Server:
     async def _gpu(self, request: web.BaseRequest) -> Reply:
         _query(request)
         return _object("Gpus", self._api.gpu())
+
+    def _records(self, verb: str, *keys: str) -> Handler:
+        async def answer(request: web.BaseRequest) -> Reply:
+            found = await self._api.records(verb, _query(request, *keys))
+            # In a thread: ten thousand records are megabytes.
+            return await asyncio.to_thread(_object, f"Metadata{verb.capitalize()}", found)
+
+        return answer
 
     async def _gc(self, request: web.BaseRequest) -> Reply:
         """Remove nothing unless ``dry_run=false`` says so in as many words."""

@@ -24,7 +24,11 @@ HEAVY = {"aiohttp", "pyroute2", "kubernetes", "grpc", "watchdog", "prometheus_cl
 
 # help, and what it costs --------------------------------------------------------------------------------
 
-GROUPS = {"config": ["show"], "seccomp": ["exec", "check", "install", "show"]}
+GROUPS = {
+    "config": ["show"],
+    "metadata": ["check", "get", "rm", "sources", "watch", "workers"],
+    "seccomp": ["exec", "check", "install", "show"],
+}
 EVERY = [(), *((name,) for name in COMMANDS), *((name, sub) for name, subs in GROUPS.items() for sub in subs)]
 
 

@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "events": ("agent", "Show what the agent did"),
     "status": ("agent", "Show what the agent is doing"),
     "gpu": ("gpu", "Show the GPUs, and which pods hold them"),
+    "metadata": ("metadata", "Look at the metadata records that workers get, and check them"),
     "retry": ("agent", "Forget the failed attempts on an id"),
     "doctor": ("doctor", "Check this machine, change nothing"),
     "seccomp": ("seccomp", "The profile that blocks io_uring"),

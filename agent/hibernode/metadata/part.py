@@ -295,6 +295,15 @@ class MetadataPart:
             raise HibernodeError(f"the list of records is {stats.age_seconds:.0f} s old")
         return f"{sum(stats.by_status.values())} records in {self.backend.name}"
 
+    async def view(self, verb: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Answer ``hibernode metadata``, see :class:`~hibernode.metadata.view.View`.
+
+        :raises UnavailableError: there are no records yet.
+        """
+        if self._service is None:
+            raise UnavailableError("the metadata service does not run", remedy="see the agent's log")
+        return {**await self._service.view(verb, query), "socket": str(self._settings.socket)}
+
     def status(self) -> dict[str, Any]:
         """Describe it for ``hibernode status``."""
         if self.backend is None:

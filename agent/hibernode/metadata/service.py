@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,8 +38,9 @@ from hibernode.metadata.locality import Node, Places, is_local, prefer
 from hibernode.metadata.meter import Meter
 from hibernode.metadata.nixl_ports import NixlPorts
 from hibernode.metadata.owners import OwnerWatch
-from hibernode.metadata.records import PodRef, SourceInstance, SourceStatus
+from hibernode.metadata.records import PodRef, SourceInstance, SourceRecord, SourceStatus
 from hibernode.metadata.times import MS
+from hibernode.metadata.view import View
 from hibernode.metadata.wire import (
     P2P,
     check_fields,
@@ -344,9 +345,30 @@ class Service:
 
     def _near(self, one: SourceInstance, node: Node) -> bool:
         """Tell whether a record is of this node, and its worker did not fail to answer of late."""
+        return self.local(one, node) and not self._blobs.suspect(one)
+
+    def local(self, one: SourceInstance, node: Node) -> bool:
+        """Tell whether a record is of this node."""
         owner = self._gate.owner_key(one, (one.source_id, one.worker_id))
         mine = owner.startswith(("uid:", "container:", "loopback"))
-        return (mine or owner in node.pods or is_local(one, node)) and not self._blobs.suspect(one)
+        return mine or owner in node.pods or is_local(one, node)
+
+    async def view(self, verb: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Answer the agent's own commands, see :class:`~hibernode.metadata.view.View`."""
+        if not self.ready:
+            raise UnavailableError("the records are not read yet", remedy="try again in a moment")
+        node = await self._places.node()
+
+        async def confirmed(record: SourceRecord) -> bytes:
+            one = record.instance
+            if not self.local(one, node):
+                return b""
+            owner = self._gate.owner_key(one, (one.source_id, one.worker_id))
+            answer = P2P.GetMetadataResponse.FromString(await self._blobs.answer(record, owner, node))
+            return bytes(answer.worker.nixl_metadata)
+
+        look = View(self._backend, lambda one: self.local(one, node), confirmed, node.name)
+        return await look.ask(verb, query)
 
     # streams ------------------------------------------------------------------------------------------
 
