@@ -71,6 +71,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
         "Since the list of records was last known to be the truth."
     ),
     "hibernode_metadata_cache_bytes": Family("Bytes of records and answers kept in memory.", "cache"),
+    "hibernode_metadata_list_reads_total": Family("Times that the whole list was read again."),
+    "hibernode_metadata_working": Family("Requests in work."),
+    "hibernode_metadata_watching": Family("Open watches."),
     "hibernode_metadata_connections": Family("Open connections of workers."),
     "hibernode_metadata_refused_connections_total": Family("Connections closed at the door.", "reason"),
     "hibernode_metadata_blobs_total": Family("Blobs of local workers, by how they were come by.", "result"),

@@ -13,13 +13,17 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from hibernode.cli.agent import _metadata
 from hibernode.client import AgentClient
 from hibernode.health import Health
 from hibernode.metadata.nixl_check import BlobCheck, Verdict
+from hibernode.metadata.part import MetadataPart
 from hibernode.metrics import Metrics
 from hibernode.server import Server
 from hibernode.settings import ServerSettings, Settings
@@ -125,6 +129,16 @@ def test_workers_are_listed_by_a_part_of_the_id(agent, here):
     assert {row["workerId"]: row["rank"] for row in rows} == {"w0": "0", "w1": "1"}
 
 
+def test_ids_are_completed(agent, machine):
+    """From the agent; without one, or with hostile ids, nothing is said."""
+    id_ = publish(agent, "w0", "w1")
+    for words, found in ((f"hibernode metadata workers {id_[:3]}", id_), ("hibernode metadata get w", "w0")):
+        env = {"_HIBERNODE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "3"}
+        assert f"plain,{found}\n" in machine.ok(**env)
+    env["HIBERNODE_SERVER_SOCKET"] = "/nowhere/agent.sock"
+    assert not machine.ok(**env).strip()
+
+
 def test_nothing_published_is_said(agent, here):
     """No table without rows."""
     assert here("metadata", "sources")[1] == "no records\n"
@@ -175,6 +189,28 @@ def test_without_an_agent_it_is_said(here, words):
     assert "no agent" in sentence(err)
 
 
+def test_the_numbers_of_the_service_are_in_a_scrape_and_in_the_docs(agent):
+    """Every one of them, by its whole name."""
+    publish(agent, "w0")
+    metrics = Metrics()
+    metrics.add_collector("metadata", agent.running.part.reading)
+    scraped = asyncio.run(metrics.render()).decode()
+    assert 'hibernode_metadata_records{status="ready"} 1.0' in scraped
+    documented = (
+        (Path(__file__).parents[2] / "docs/metadata-service.md").read_text().partition("## Metrics")[2]
+    )
+    for name, value in agent.running.part.reading().items():
+        assert f"\n{name}" in scraped or value == {}  # nobody was refused, for one
+        assert f"`{name.removeprefix('hibernode_metadata_')}`" in documented
+
+
+def test_the_status_is_whole_before_the_service_runs():
+    """An agent that has just begun is shown like any other."""
+    part = MetadataPart(Settings(), CollectorRegistry())
+    assert part.status()["ready"] is False
+    assert _metadata(part.status())[0].endswith("not ready")
+
+
 # one worker -------------------------------------------------------------------------------------------
 
 
@@ -212,38 +248,43 @@ def test_a_blob_is_written_for_root_alone_and_over_nothing(agent, here, tmp_path
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("result", "code", "said"),
-    [
-        (BlobCheck(Verdict.LOADED, agent=NAME, version="1.5.1"), 0, "equal"),
-        (BlobCheck(Verdict.LOADED, agent="somebody"), 5, "NOT equal"),
-        (BlobCheck(Verdict.CRASHED, detail="SIGABRT"), 5, "crashed: SIGABRT"),
-        (BlobCheck(Verdict.REFUSED, detail=f"no {ESCAPE}[31m"), 5, r"refused: no \x1b[31m"),
-    ],
-)
-def test_a_blob_is_tried_and_the_verdict_is_the_exit_code(agent, here, monkeypatch, result, code, said):
-    """The child's answer decides; tests/real tries the child itself."""
-    publish(agent, "w0", agent_name=NAME, nixl_metadata=BLOB)
+@pytest.fixture
+def child(monkeypatch) -> list[BlobCheck]:
+    """Answer in the place of the child that loads blobs."""
+    answers: list[BlobCheck] = []
 
     async def answer(blob: bytes) -> BlobCheck:
         assert blob == BLOB
-        return result
+        return answers[-1]
 
     monkeypatch.setattr("hibernode.metadata.nixl_check.check_blob", answer)
+    return answers
+
+
+VERDICTS = [
+    (BlobCheck(Verdict.LOADED, agent=NAME, version="1.5.1"), 0, "equal"),
+    (BlobCheck(Verdict.LOADED, agent="somebody"), 5, "NOT equal"),
+    (BlobCheck(Verdict.CRASHED, detail="SIGABRT"), 5, "crashed: SIGABRT"),
+    (BlobCheck(Verdict.REFUSED, detail=f"no {ESCAPE}[31m"), 5, r"refused: no \x1b[31m"),
+]
+
+
+@pytest.mark.parametrize("verdict", VERDICTS, ids=lambda each: each[2])
+def test_a_blob_is_tried_and_the_verdict_is_the_exit_code(agent, here, child, verdict):
+    """The child's answer decides; tests/real tries the child itself."""
+    result, code, said = verdict
+    publish(agent, "w0", agent_name=NAME, nixl_metadata=BLOB)
+    child.append(result)
     got, out, err = here("metadata", "check", "w0")
     assert (got, err) == (code, "")
     assert said in out
     assert json.loads(here("metadata", "check", "w0", "-o", "json")[1])["ok"] is (code == 0)
 
 
-def test_a_blob_is_not_tried_without_nixl(agent, here, monkeypatch):
+def test_a_blob_is_not_tried_without_nixl(agent, here, child):
     """That is no verdict on the blob."""
     publish(agent, "w0", agent_name=NAME, nixl_metadata=BLOB)
-
-    async def answer(_: bytes) -> BlobCheck:
-        return BlobCheck(Verdict.NOT_INSTALLED, detail="No module")
-
-    monkeypatch.setattr("hibernode.metadata.nixl_check.check_blob", answer)
+    child.append(BlobCheck(Verdict.NOT_INSTALLED, detail="No module"))
     code, out, err = here("metadata", "check", "w0")
     assert (code, out) == (1, "")
     assert "NIXL is not installed" in sentence(err)
@@ -287,7 +328,7 @@ def test_a_removal_wants_whole_ids_of_the_agent(agent, machine):
 def test_changes_are_followed(agent, machine):
     """First what there is, then what happens, a line of JSON each; Ctrl-C ends it."""
     id_ = publish(agent, "w0")
-    words = [HIBERNODE, "metadata", "watch", id_[:8], "-o", "json"]
+    words = [str(HIBERNODE), "metadata", "watch", id_[:8], "-o", "json"]
     process = subprocess.Popen(
         words, env=machine.env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -35,7 +35,7 @@ from hibernode.server import Limits, Server
 from hibernode.settings import ServerSettings, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
 ID = "96429b272576"
 NOBODY = 65534
@@ -69,6 +69,10 @@ class Agent:
     def gpu(self) -> dict[str, Any]:
         self._note("gpu")
         return {"gpus": []}
+
+    async def records(self, verb: str, query: Mapping[str, str]) -> dict[str, Any]:
+        self._note("records", verb, dict(query))
+        return {"items": []}
 
     def gc(self, dry_run: bool) -> list[dict[str, Any]]:
         self._note("gc", dry_run)

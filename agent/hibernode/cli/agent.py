@@ -47,10 +47,8 @@ def _status(status: dict[str, Any]) -> str:
         for entry in status["stuck"]
     ]
     lines += _gpu(status.get("gpu") or {"nvml": "unknown"})
-    if (metadata := status.get("metadata")) is not None:
-        records = ", ".join(f"{count} {name}" for name, count in metadata["records"].items()) or "no records"
-        state = records if metadata["ready"] else "not ready"
-        lines.append(f"metadata   {metadata['socket']} ({metadata['backend']}): {state}")
+    if status.get("metadata"):
+        lines += _metadata(status["metadata"])
     lines += _kubernetes(status.get("kubernetes"))
     lines.append(f"failure    {status['lastFailure'] or 'none'}")
     return "\n".join(lines)
@@ -69,6 +67,20 @@ def _kubernetes(kube: dict[str, Any] | None) -> list[str]:
             for pod in kube["asking"]
         ),
     ]
+
+
+def _metadata(found: dict[str, Any]) -> list[str]:
+    """Say it in a line, and one more for what is out of the ordinary."""
+    records = ", ".join(f"{count} {name}" for name, count in found["records"].items()) or "no records"
+    lines = [
+        f"metadata   {found['socket']} ({found['backend']}): "
+        + (f"{records}, {found['connections']} connections" if found["ready"] else "not ready")
+    ]
+    if found["unreadable"]:
+        lines.append(f"  {found['unreadable']} objects that no record can be made of")
+    if found["listAgeSeconds"] >= 1:
+        lines.append(f"  the list is {human_seconds(found['listAgeSeconds'])} old")
+    return lines
 
 
 def _gpu(gpu: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from hibernode.errors import HibernodeError, StorageError, UnavailableError, Usa
 from hibernode.listen import SocketLock, tcp_sockets
 from hibernode.metadata.absence import Absences
 from hibernode.metadata.access import Gate, Reviewer, by_address, by_credentials, is_loopback
-from hibernode.metadata.backend import ChangeKind, MetadataBackend
+from hibernode.metadata.backend import BackendStats, ChangeKind, MetadataBackend
 from hibernode.metadata.blobs import Blobs
 from hibernode.metadata.front import Doors, Front
 from hibernode.metadata.locality import LocalPlaces, Places
@@ -306,11 +306,10 @@ class MetadataPart:
 
     def status(self) -> dict[str, Any]:
         """Describe it for ``hibernode status``."""
-        if self.backend is None:
-            return {}
-        stats = self.backend.stats()
+        backend = self.backend
+        stats = BackendStats(synced=False, by_status={}) if backend is None else backend.stats()
         return {
-            "backend": self.backend.name,
+            "backend": self._settings.backend if backend is None else backend.name,
             "socket": str(self._settings.socket),
             "addresses": [f"{host}:{port}" for host, port in self.addresses],
             "ready": self._service is not None and self._service.ready and stats.synced,
@@ -331,6 +330,9 @@ class MetadataPart:
             "hibernode_metadata_unreadable_records": stats.unreadable,
             "hibernode_metadata_list_age_seconds": stats.age_seconds,
             "hibernode_metadata_cache_bytes": {"records": stats.cached_bytes, "answers": self._blobs.bytes},
+            "hibernode_metadata_list_reads_total": stats.relists,
+            "hibernode_metadata_working": self._service.working if self._service else 0,
+            "hibernode_metadata_watching": self._service.watching if self._service else 0,
             "hibernode_metadata_connections": self._front.connections,
             "hibernode_metadata_refused_connections_total": dict(self._front.refused),
             "hibernode_metadata_blobs_total": dict(self._blobs.counts),

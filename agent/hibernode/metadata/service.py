@@ -115,6 +115,16 @@ class Service:
         self.ready = False
         self.ports: NixlPorts | None = None
 
+    @property
+    def working(self) -> int:
+        """Requests in work."""
+        return self._working.total()
+
+    @property
+    def watching(self) -> int:
+        """Open watches."""
+        return self._watching.total()
+
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Build what :meth:`grpc.aio.Server.add_generic_rpc_handlers` takes."""
         methods = {
