@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 from hibernode.criu.find import find_criu
-from tests.bench import agent, containers, disk, gpu, pairs, stamp
+from tests.bench import agent, containers, disk, gpu, metadata, pairs, stamp
 from tests.bench.measure import Report, machine_facts
 
-NAMES = ("disk", "64", "1024", "4096", "containers", "latency", "rest", "start", "flood", "gpu")
+NAMES = ("disk", "64", "1024", "4096", "containers", "latency", "rest", "start", "flood", "gpu", "metadata")
 ROUNDS = {64: 11, 1024: 9, 4096: 5}
 QUICK_ROUNDS = {64: 2, 1024: 1}
 
@@ -56,6 +56,8 @@ def main() -> int:
             agent.flood(report, base, 1000 if args.quick else 10_000)
         if "gpu" in wanted:
             gpu.poll(report, base, 10 if args.quick else 100)
+        if "metadata" in wanted:
+            metadata.measure(report, base, quick=args.quick)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     missed = [figure for figure in report.figures if figure.met is False]

@@ -73,10 +73,10 @@ def rest(report: Report, base: Path, seconds: float) -> None:
         pid = made.start_agent().pid
         time.sleep(2)
         for when in ("fresh", f"after {DUMPS_BEFORE_REST} dumps"):
-            before, began = _cpu_seconds(pid), time.monotonic()
+            before, began = cpu_seconds(pid), time.monotonic()
             time.sleep(seconds)
-            share = 100 * (_cpu_seconds(pid) - before) / (time.monotonic() - began)
-            report.add(f"agent at rest, {when}: memory", "MiB", [_rss_mib(pid)], "< 60", RSS_MIB)
+            share = 100 * (cpu_seconds(pid) - before) / (time.monotonic() - began)
+            report.add(f"agent at rest, {when}: memory", "MiB", [rss_mib(pid)], "< 60", RSS_MIB)
             report.add(f"agent at rest, {when}: CPU of one core", "%", [share], "< 1", CPU_PERCENT)
             if when == "fresh":
                 for _ in range(DUMPS_BEFORE_REST):
@@ -84,12 +84,12 @@ def rest(report: Report, base: Path, seconds: float) -> None:
                 time.sleep(2)
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _rss_mib(pid: int) -> float:
+def rss_mib(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) / 1024
 
