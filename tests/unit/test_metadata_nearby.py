@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -199,6 +200,19 @@ async def test_a_blob_is_served_once_the_worker_has_confirmed_it() -> None:
         # A record that says that its worker has gone is answered as it was published.
         await client.status(source, "w0", status=3)
         assert (await client.get(source, "w0")).worker.worker_grpc_endpoint
+
+
+async def test_the_commands_get_the_blob_that_a_local_worker_confirms() -> None:
+    """A record of endpoints only has none of its own; what the answer comes from is said."""
+    given = blob(b"worker-a")
+    async with (
+        worker_at(manifest, given) as endpoints,
+        serving(LOCAL, confirm_keep_seconds=60) as service,
+        service.client() as client,
+    ):
+        await client.publish(count=0, **endpoints)
+        found = await service.part.view("worker", {"worker": "w0", "with": "blob"})
+        assert (base64.b64decode(found["blob"]), found["blobFrom"]) == (given, "worker")
 
 
 @pytest.mark.parametrize(

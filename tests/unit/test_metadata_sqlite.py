@@ -7,6 +7,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,24 @@ async def test_records_outlive_the_agent(path: Path) -> None:
     assert (await second.list_workers(), await second.get_metadata(BASE_ID, "w0")) == before
     new = await second.publish_metadata(BASE, "w1", peer())
     assert int(new.version.revision) > int(before[0][0].version.revision)
+    await second.close()
+
+
+async def test_the_list_is_read_without_the_weight_of_the_records(path: Path) -> None:
+    """Payloads pass one by one, tensors not at all: a store of gigabytes needs no gigabytes to open."""
+    size, count = 1 << 20, 24
+    first = await opened(path)
+    for number in range(count):
+        await first.publish_metadata(BASE, f"w{number}", central(blob=bytes(size)))
+    await first.close()
+    tracemalloc.start()
+    try:
+        second = await opened(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(await second.list_workers()) == count
+    assert peak < size * count / 3
     await second.close()
 
 

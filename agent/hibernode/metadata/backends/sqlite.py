@@ -88,13 +88,11 @@ class SqliteBackend:
 
         :raises UnavailableError: another agent has the file, or it cannot be opened.
         """
-        rows = await self._run(self._open)
-        for row in rows:
-            self._revision = max(self._revision, row["revision"])
-            try:
-                self._catalogue.put(_instance(row))
-            except IntegrityError:
+        for found in await self._run(self._open):
+            if found is None:
                 self._unreadable += 1
+            else:
+                self._catalogue.put(found)
 
     async def close(self) -> None:
         """Close the file; watches end."""
@@ -266,7 +264,8 @@ class SqliteBackend:
 
     # in the thread ------------------------------------------------------------------------------------
 
-    def _open(self) -> list[sqlite3.Row]:
+    def _open(self) -> list[SourceInstance | None]:
+        """Open the file and list what is in it; None for each that cannot be read."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Made here with its mode: SQLite would ask the umask. A link in its place is not followed.
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
@@ -285,12 +284,16 @@ class SqliteBackend:
                 )
             db.execute(_SCHEMA)
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            rows = db.execute("SELECT *, x'' AS tensors FROM records").fetchall()
+            (self._revision,) = db.execute("SELECT coalesce(max(revision), 0) FROM records").fetchone()
+            # Row by row and without tensors: they may be gigabytes.
+            columns = [row["name"] for row in db.execute("PRAGMA table_info(records)")]
+            listed = ", ".join(column for column in columns if column != "tensors")
+            found = [_listed(row) for row in db.execute(f"SELECT {listed} FROM records")]  # noqa: S608
         except BaseException:
             db.close()
             raise
         self._db = db
-        return rows
+        return found
 
     def _write(
         self, one: SourceInstance, worker: WorkerRecord, identity: SourceIdentity, tensors: StoredTensors
@@ -378,6 +381,13 @@ def _worker(row: sqlite3.Row) -> WorkerRecord:
         updated_at=row["updated_at"],
         source_load=row["source_load"],
     )
+
+
+def _listed(row: sqlite3.Row) -> SourceInstance | None:
+    try:
+        return _instance(row)
+    except IntegrityError:
+        return None
 
 
 def _instance(row: sqlite3.Row) -> SourceInstance:
