@@ -374,7 +374,8 @@ class Service:
             if not self.local(one, node):
                 return b""
             owner = self._gate.owner_key(one, (one.source_id, one.worker_id))
-            answer = P2P.GetMetadataResponse.FromString(await self._blobs.answer(record, owner, node))
+            encoded, _ = await self._blobs.answer(record, owner, node)
+            answer = P2P.GetMetadataResponse.FromString(encoded)
             return bytes(answer.worker.nixl_metadata)
 
         look = View(self._backend, lambda one: self.local(one, node), confirmed, node.name)
