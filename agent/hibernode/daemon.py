@@ -13,29 +13,26 @@ import dataclasses
 import logging
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from hibernode import __version__, recover, restored
 from hibernode.apart import stuck
-from hibernode.artifact.layout import STAGING
 from hibernode.artifact.store import Store
 from hibernode.checkpoint import Checkpointer
 from hibernode.cluster.part import KubePart, wanted
-from hibernode.criu.runner import find_criu
 from hibernode.discovery.locate import own_ready_files
 from hibernode.discovery.ready import ReadyWatch
 from hibernode.discovery.signals import SignalDir
-from hibernode.discovery.watch import DirectoryWatcher, Mode
+from hibernode.discovery.watch import DirectoryWatcher
 from hibernode.errors import HibernodeError, RefusedError, StuckError
 from hibernode.events import EventLog
 from hibernode.gpu.checks import health_checks, summary
 from hibernode.gpu.metrics import metrics as gpu_metrics
 from hibernode.gpu.service import GpuService
 from hibernode.gpu.state import as_json
-from hibernode.health import Check, DegradedError, Health, in_thread
+from hibernode.health import Check, DegradedError, Health
 from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics, Reading
 from hibernode.outcome import uncut
@@ -45,6 +42,7 @@ from hibernode.restored import Phase, Restored
 from hibernode.server import Server
 from hibernode.settings import Settings
 from hibernode.state import StateDir
+from hibernode.vitals import Vitals
 from hibernode.workload import CheckpointId
 
 if TYPE_CHECKING:
@@ -82,9 +80,6 @@ GC_REASONS: Final = {
 RECOVER_SECONDS: Final = 15.0
 """Period of the look for what commands that were killed have left."""
 
-STORE_READING_SECONDS: Final = 15.0
-"""How long a reading of the store's sizes is used for scrapes and ``status``."""
-
 
 class Agent:
     """The node agent."""
@@ -109,6 +104,7 @@ class Agent:
             self.metrics.add_collector("metadata", self.metadata.reading)
         self.queue = Jobs(settings.checkpoint.concurrency, settings.checkpoint.queue_limit)
         self.watcher = DirectoryWatcher(settings.signals.path, settings.signals, self._changed)
+        self.vitals = Vitals(settings, self.store, self.watcher)
         enter = self.queue.enter
         common = (settings, self.store, self.state, self.signals)
         self.requests = Requests(
@@ -335,37 +331,13 @@ class Agent:
 
     async def status(self) -> dict[str, Any]:
         """Describe the agent for ``hibernode status``."""
-        reading = await asyncio.to_thread(self._read_store)
-        sizes, counts = reading["hibernode_store_bytes"], reading["hibernode_store_artifacts"]
-        assert isinstance(sizes, dict)
-        assert isinstance(counts, dict)
-        try:
-            criu = find_criu(self.settings.criu.binary)
-            criu_text = f"{criu.version}, {criu.path}"
-        except HibernodeError as error:
-            criu_text = error.message
-        if not self.settings.checkpoint.enabled:
-            criu_text = "not used: checkpoint.enabled is false"
-        watcher = self.watcher
+        vitals = await asyncio.to_thread(self.vitals.describe)
         return {
             "version": __version__,
             "node": self.settings.node,
             "pid": os.getpid(),
             "uptimeSeconds": time.time() - self.started_at,
-            "signals": {
-                "path": str(self.signals.path),
-                "mode": watcher.mode.value,
-                "reason": watcher.mode_reason,
-                "rescans": watcher.rescans,
-                "overflows": watcher.overflows,
-            },
-            "store": {
-                "path": str(self.store.path),
-                "artifacts": int(sum(counts.values())),
-                "bytes": int(sum(sizes.values())),
-                "freeBytes": reading["hibernode_store_free_bytes"],
-            },
-            "criu": criu_text,
+            **vitals,
             "queue": {"running": self.queue.running, "waiting": self.queue.waiting},
             "jobs": self.queue.describe(),
             "restored": [
@@ -437,39 +409,12 @@ class Agent:
             return ""
 
         if self.settings.checkpoint.enabled:
-            self._register_pipelines()
+            self.vitals.register(self.health, self.metrics)
+            self.metrics.add_collector("jobs", self._read_jobs)
         self.health.add(Check("containers", containers, required=False))
         for check in health_checks(lambda: self.gpus.snapshot):
             self.health.add(check)
         self.metrics.add_collector("gpu", lambda: gpu_metrics(self.gpus.snapshot))
-
-    def _register_pipelines(self) -> None:
-        async def signals() -> str:
-            if self.watcher.mode is Mode.ABSENT:
-                raise HibernodeError(f"{self.signals.path}: {self.watcher.mode_reason}")
-            if self.watcher.mode is Mode.POLL and self.settings.signals.watch == "auto":
-                raise DegradedError(f"polled: {self.watcher.mode_reason}")
-            return self.watcher.mode.value
-
-        def store() -> str:
-            with tempfile.TemporaryFile(dir=self.store.path / STAGING):
-                pass
-            free = self.store.free_bytes()
-            if free < self.settings.store.min_free_bytes:
-                raise DegradedError(f"{free} bytes free, dumps are refused")
-            return f"{free} bytes free"
-
-        def criu() -> str:
-            return find_criu(self.settings.criu.binary).version
-
-        self.health.add(Check("signals", signals))
-        self.health.add(Check("store", in_thread(store)))
-        self.health.add(Check("criu", in_thread(criu)))
-        self.metrics.add_collector("jobs", self._read_jobs)
-        self.metrics.add_collector("watch", self._read_watch)
-        self.metrics.add_collector(
-            "store", self._read_store, blocking=True, keep_seconds=STORE_READING_SECONDS
-        )
 
     def _read_jobs(self) -> Reading:
         running = sum(entry.phase is Phase.RUNNING for entry in self._restored.values())
@@ -477,30 +422,4 @@ class Agent:
             "hibernode_jobs_in_progress": self.queue.running,
             "hibernode_queue_depth": self.queue.waiting,
             "hibernode_restored_workers": running,
-        }
-
-    def _read_watch(self) -> Reading:
-        return {
-            "hibernode_watch_overflows_total": self.watcher.overflows,
-            "hibernode_watch_rescans_total": self.watcher.rescans,
-            "hibernode_watch_mode_info": {self.watcher.mode.value: 1.0},
-        }
-
-    def _read_store(self) -> Reading:
-        if not self.settings.checkpoint.enabled:
-            return {
-                "hibernode_store_bytes": {},
-                "hibernode_store_artifacts": {},
-                "hibernode_store_free_bytes": 0,
-            }
-        sizes: dict[str, float] = {}
-        counts: dict[str, float] = {}
-        for info in self.store.artifacts():
-            state = str(info.state)
-            sizes[state] = sizes.get(state, 0.0) + info.bytes
-            counts[state] = counts.get(state, 0.0) + 1
-        return {
-            "hibernode_store_bytes": sizes,
-            "hibernode_store_artifacts": counts,
-            "hibernode_store_free_bytes": self.store.free_bytes(),
         }
