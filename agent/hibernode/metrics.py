@@ -89,6 +89,13 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "hibernode_kube_lost_total": Family("Messages that the API server refused, or that were too many."),
     "hibernode_kube_relists_total": Family("Whole lists of pods that were read."),
     "hibernode_kube_age_seconds": Family("Since the API server was last heard of the pods."),
+    "hibernode_controller_leads": Family("Whether this controller is the one that works (1) or waits (0)."),
+    "hibernode_controller_objects": Family("DynamoCheckpoints.", "phase"),
+    "hibernode_controller_queue_depth": Family("DynamoCheckpoints that wait to be looked at."),
+    "hibernode_controller_looks_total": Family("Looks at DynamoCheckpoints.", "result"),
+    "hibernode_controller_list_age_seconds": Family("Since the API server was last heard."),
+    "hibernode_controller_api_retries_total": Family("Calls of the API server that were made again."),
+    "hibernode_controller_dropped_events_total": Family("Events not written, as their object has many."),
 }
 
 Reading = Mapping[str, float | Mapping[str, float]]

@@ -106,40 +106,24 @@ Handler = Callable[[web.BaseRequest], Awaitable[Reply]]
 Routes = Mapping[tuple[str, str], Handler]
 
 
-class Server:
-    """Both sites. :meth:`start` raises if another agent runs or an address cannot be had."""
+class PublicServer:
+    """Health and metrics over TCP. :meth:`start` raises if the address cannot be had."""
 
     def __init__(
-        self, settings: Settings, api: Api, metrics: Metrics, health: Health, limits: Limits | None = None
+        self, settings: Settings, metrics: Metrics, health: Health, limits: Limits | None = None
     ) -> None:
         self._settings = settings
-        self._api = api
         self._metrics = metrics
         self._health = health
         self._limits = limits or Limits()
-        self._lock = SocketLock(settings.server.socket)
         self._runners: list[web.ServerRunner] = []
         self.addresses: list[tuple[str, int]] = []
 
     async def start(self) -> None:
-        """Take the socket's lock, then listen on both.
+        """Listen.
 
-        :raises BusyError: another agent is running.
-        :raises StorageError: the socket or the address cannot be had.
+        :raises StorageError: the address cannot be had.
         """
-        private: Routes = {
-            ("GET", "/v1/status"): self._status,
-            ("GET", "/v1/events"): self._events,
-            ("GET", "/v1/jobs"): self._jobs,
-            ("GET", "/v1/gpu"): self._gpu,
-            ("GET", "/v1/metadata/sources"): self._records("sources"),
-            ("GET", "/v1/metadata/workers"): self._records("workers", "source"),
-            ("GET", "/v1/metadata/worker"): self._records("worker", "source", "worker", "with"),
-            ("POST", "/v1/metadata/remove"): self._records("remove", "source", "worker"),
-            ("POST", "/v1/gc"): self._gc,
-            ("POST", "/v1/retry"): self._retry,
-            ("POST", "/v1/absent"): self._absent,
-        }
         public: Routes = {
             ("GET", "/livez"): self._livez,
             ("GET", "/readyz"): self._readyz,
@@ -148,7 +132,6 @@ class Server:
             ("GET", "/metrics"): self._render_metrics,
         }
         try:
-            await self._listen(self._lock.listen(), private, root_only=True)
             for found in await tcp_sockets(self._settings.server.listen):
                 host, port = found.getsockname()[:2]
                 self.addresses.append((host, port))
@@ -165,7 +148,6 @@ class Server:
             await runner.cleanup()
         self._runners.clear()
         self.addresses.clear()
-        self._lock.release()
 
     async def _listen(self, sock: socket.socket, routes: Routes, *, root_only: bool) -> None:
         server = _HttpServer(_dispatcher(routes, root_only=root_only), self._limits, lives=not root_only)
@@ -173,8 +155,6 @@ class Server:
         await runner.setup()
         self._runners.append(runner)
         await web.SockSite(runner, sock, backlog=BACKLOG).start()
-
-    # TCP ----------------------------------------------------------------------------------------------
 
     async def _livez(self, _request: web.BaseRequest) -> Reply:
         return Reply(b"ok\n")  # the loop turns, or nobody would say so
@@ -199,7 +179,47 @@ class Server:
     async def _render_metrics(self, _request: web.BaseRequest) -> Reply:
         return Reply(await self._metrics.render(), CONTENT_TYPE)
 
-    # Unix socket --------------------------------------------------------------------------------------
+
+class Server(PublicServer):
+    """The agent's: both sites. :meth:`start` raises if another agent runs or an address cannot be had."""
+
+    def __init__(
+        self, settings: Settings, api: Api, metrics: Metrics, health: Health, limits: Limits | None = None
+    ) -> None:
+        super().__init__(settings, metrics, health, limits)
+        self._api = api
+        self._lock = SocketLock(settings.server.socket)
+
+    async def start(self) -> None:
+        """Take the socket's lock, then listen on both.
+
+        :raises BusyError: another agent is running.
+        :raises StorageError: the socket or the address cannot be had.
+        """
+        private: Routes = {
+            ("GET", "/v1/status"): self._status,
+            ("GET", "/v1/events"): self._events,
+            ("GET", "/v1/jobs"): self._jobs,
+            ("GET", "/v1/gpu"): self._gpu,
+            ("GET", "/v1/metadata/sources"): self._records("sources"),
+            ("GET", "/v1/metadata/workers"): self._records("workers", "source"),
+            ("GET", "/v1/metadata/worker"): self._records("worker", "source", "worker", "with"),
+            ("POST", "/v1/metadata/remove"): self._records("remove", "source", "worker"),
+            ("POST", "/v1/gc"): self._gc,
+            ("POST", "/v1/retry"): self._retry,
+            ("POST", "/v1/absent"): self._absent,
+        }
+        try:
+            await self._listen(self._lock.listen(), private, root_only=True)
+            await super().start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Close everything, and let the next agent start."""
+        await super().stop()
+        self._lock.release()
 
     async def _status(self, request: web.BaseRequest) -> Reply:
         _query(request)

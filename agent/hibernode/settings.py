@@ -299,6 +299,38 @@ class KubernetesSettings(_Section):
     node_condition: bool = Field(False, description="keep the node's condition GpuUnhealthy")
 
 
+class ControllerSettings(_Section):
+    """The controller of DynamoCheckpoint objects."""
+
+    namespace: str = Field("", description="the only namespace that is looked at; empty: all of the cluster")
+    excluded_namespaces: Words = Field((), description="namespaces left to other controllers")
+    election: bool = Field(True, description="one of several controllers works, by a Lease")
+    lease_namespace: str = Field("", description="of the Lease; empty: the controller's own")
+    lease_seconds: Count = Field(
+        30, ge=3, le=3600, description="a controller that is silent for this is over"
+    )
+    workers: Count = Field(4, ge=1, le=64, description="objects that are worked on at one time")
+    resync_seconds: Seconds = Field(300.0, gt=0, description="period of the look at all objects")
+    hash_length: Literal[12, 16] = Field(12, description="digits of an identity's hash")
+    base_path: AbsolutePath = Field(
+        Path(ERA_A1.checkpoint_base), description="where workers' pods see the artifacts"
+    )
+    pvc: str = Field("", description="the claim mounted there into Jobs; empty: none")
+    cleanup_image: str = Field("busybox:latest", min_length=1, description="of the Jobs' init container")
+    seccomp_profile: str = Field(
+        "profiles/block-iouring.json", description="the Jobs' profile below the kubelet's; empty: none"
+    )
+    retries: Count = Field(0, ge=0, le=100, description="new Jobs after one that failed")
+    retry_seconds: Seconds = Field(60.0, gt=0, description="before the first of them; doubled for each more")
+    verify: Literal["off", "agent", "store"] = Field(
+        "off", description="who must say before Ready that the artifact is whole: the agent, or the store"
+    )
+    verify_seconds: Seconds = Field(60.0, description="for that word, after the Job's success")
+    cleanup: Literal["off", "store"] = Field(
+        "off", description="store: artifacts go with their object; needs the store mounted at store.path"
+    )
+
+
 class LogSettings(_Section):
     """What the agent prints."""
 
@@ -326,6 +358,7 @@ class Settings(_Section):
     server: ServerSettings = ServerSettings()
     metadata: MetadataSettings = MetadataSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
+    controller: ControllerSettings = ControllerSettings()
     log: LogSettings = LogSettings()
 
     @property

@@ -347,6 +347,13 @@ class Store:
             remove=self._could_go if dry_run else self._remove,
         )
 
+    def remove(self, id_: CheckpointId) -> list[ArtifactInfo]:
+        """Remove every artifact of ``id_``; returns those that stay: pinned, under way, or in use."""
+        for info in self.artifacts():
+            if info.id == id_ and not info.pinned:
+                self._remove(info)
+        return [info for info in self.artifacts() if info.id == id_]
+
     def _sweep(self) -> None:
         """Remove what interrupted work of ours has left in .staging under no id."""
         with self._root.subdir(STAGING) as parent:

@@ -36,6 +36,8 @@ COMMANDS: Final = {
     "metadata": ("metadata", "Look at the metadata records that workers get, and check them"),
     "retry": ("agent", "Forget the failed attempts on an id"),
     "doctor": ("doctor", "Check this machine, change nothing"),
+    "controller": ("controller", "Run the controller of DynamoCheckpoint objects"),
+    "job": ("job", "Show the Job that a DynamoCheckpoint becomes"),
     "seccomp": ("seccomp", "The profile that blocks io_uring"),
     "placeholder": ("placeholder", "What a restore pod runs: waits to become the restored worker"),
     "config": ("config", "Show the settings and where they come from"),

@@ -108,3 +108,28 @@ ERAS: Final = (
     ),
 )
 """The eras that the agent knows in a cluster; A1 is the default."""
+
+# What a checkpoint Job's pod is given, in era A1: volumes, mounts, environment.
+
+SIGNAL_VOLUME: Final = "checkpoint-signal"
+STORAGE_VOLUME: Final = "checkpoint-storage"
+PODINFO_VOLUME: Final = "podinfo"
+SIGNAL_MOUNT: Final = "/checkpoint-signal"
+PODINFO_MOUNT: Final = "/etc/podinfo"
+CLEANUP_CONTAINER: Final = "cleanup-signal-file"
+MAIN_CONTAINER: Final = "main"
+ENV_LOCATION: Final = "DYN_CHECKPOINT_LOCATION"
+ENV_STORAGE_TYPE: Final = "DYN_CHECKPOINT_STORAGE_TYPE"
+STORAGE_TYPE: Final = "pvc"
+
+PODINFO: Final = (
+    ("pod_name", "metadata.name"),
+    ("pod_uid", "metadata.uid"),
+    ("pod_namespace", "metadata.namespace"),
+    ("dyn_namespace", f"metadata.annotations['{PREFIX}dyn-namespace']"),
+    ("dyn_component", f"metadata.annotations['{PREFIX}dyn-component']"),
+    ("dyn_parent_dgd_name", f"metadata.annotations['{PREFIX}dyn-parent-dgd-name']"),
+    ("dyn_parent_dgd_namespace", f"metadata.annotations['{PREFIX}dyn-parent-dgd-namespace']"),
+    ("dyn_discovery_backend", f"metadata.annotations['{PREFIX}dyn-discovery-backend']"),
+)
+"""Files of the podinfo volume, and the field that each one shows."""
