@@ -178,7 +178,7 @@ class Reconciler:
             )
             left = moment(ended) + self._settings.verify_seconds - self._writes.wall()
             if left > 0:
-                return min(left + 0.1, SOON_SECONDS)
+                return float(min(left + 0.1, SOON_SECONDS))
             text = f"Checkpoint job completed, but {problem}"
             await self._fail(raw, "CheckpointVerificationFailed", text, problem)
             return None
@@ -202,6 +202,8 @@ class Reconciler:
         completed = condition(raw, JOB_COMPLETED)
         type_ = JOB_COMPLETED if completed.get("status") == "False" else JOB_CREATED
         if _changed(raw, type_):
+            if _count(raw, ATTEMPTS, 0):
+                raw = await self._writes.annotate(raw, {ATTEMPTS: None})
             await self._again(raw, "SpecChanged", "The object was changed after its failure")
             return None
         if type_ != JOB_COMPLETED or completed.get("reason") not in _RETRYABLE:
@@ -212,7 +214,7 @@ class Reconciler:
         pause = min(self._settings.retry_seconds * 2 ** min(attempts, 30), LONGEST_RETRY_SECONDS)
         left = moment(completed.get("lastTransitionTime")) + pause - self._writes.wall()
         if left > 0:
-            return left + 0.1
+            return float(left + 0.1)
         # Counted before it is done: a controller that dies in between has tried once too little.
         raw = await self._writes.annotate(raw, {ATTEMPTS: str(attempts + 1)})
         await self._again(raw, "Retrying", f"Retry {attempts + 1} of {most} begins")

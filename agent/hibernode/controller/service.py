@@ -87,8 +87,8 @@ class Controller:
     # who leads ----------------------------------------------------------------------------------------
 
     async def _elected(self) -> None:
-        while self._lease is not None and not await self._ask(self._lease):
-            await asyncio.sleep(self.ours.lease_seconds / 5)  # noqa: ASYNC110 - the API server has no event
+        while self._lease is not None and not await self._ask(self._lease):  # noqa: ASYNC110
+            await asyncio.sleep(self.ours.lease_seconds / 5)
         self.leads = True
 
     async def _ask(self, lease: Lease) -> bool:

@@ -64,9 +64,10 @@ class Template:
         ``annotation`` asks too. It is set where the agent would not find the container by itself.
         """
         by_name = {container["name"]: container for container in self.containers}
-        named = asked or _object(self.metadata, "annotations", "metadata.").get(annotation)
-        if not self.metadata["annotations"]:
+        annotations = _object(self.metadata, "annotations", "metadata.")
+        if not annotations:
             del self.metadata["annotations"]
+        named = asked or annotations.get(annotation)
         only = self.containers[0]["name"] if len(self.containers) == 1 else None
         default = names.MAIN_CONTAINER if names.MAIN_CONTAINER in by_name else only
         wanted = named or default

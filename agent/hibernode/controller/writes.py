@@ -80,8 +80,8 @@ class Writes:
             status["conditions"] = with_conditions(raw, new, stamp(self.wall()), without=without)
         return await self._patch(raw, {"status": status}, "/status")
 
-    async def annotate(self, raw: Mapping[str, Any], annotations: Mapping[str, str]) -> dict[str, Any]:
-        """Set annotations of a DynamoCheckpoint that is still as ``raw`` is."""
+    async def annotate(self, raw: Mapping[str, Any], annotations: Mapping[str, str | None]) -> dict[str, Any]:
+        """Set annotations of a DynamoCheckpoint that is still as ``raw`` is; None removes one."""
         return await self._patch(raw, {"metadata": {"annotations": annotations}})
 
     async def finalizers(self, raw: Mapping[str, Any], finalizers: list[str]) -> dict[str, Any]:
