@@ -84,6 +84,11 @@ def _numbers(value: object) -> object:
     return (found,) if isinstance(found, int) else found
 
 
+def _number_of_text(value: object) -> object:
+    """Take a number as the environment and flags write it, where a choice of numbers is asked for."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+
+
 def _log_level(value: object) -> object:
     """Take the names of the eras' charts too, in any case."""
     if isinstance(value, str):
@@ -311,7 +316,9 @@ class ControllerSettings(_Section):
     )
     workers: Count = Field(4, ge=1, le=64, description="objects that are worked on at one time")
     resync_seconds: Seconds = Field(300.0, gt=0, description="period of the look at all objects")
-    hash_length: Literal[12, 16] = Field(12, description="digits of an identity's hash")
+    hash_length: Annotated[Literal[12, 16], BeforeValidator(_number_of_text)] = Field(
+        12, description="digits of an identity's hash"
+    )
     base_path: AbsolutePath = Field(
         Path(ERA_A1.checkpoint_base), description="where workers' pods see the artifacts"
     )
