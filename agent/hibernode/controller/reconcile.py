@@ -126,7 +126,7 @@ class Reconciler:
     async def _pending(self, raw: Mapping[str, Any], id_: CheckpointId) -> None:
         namespace = str(metadata_of(raw)["namespace"])
         if not seen(raw).digest.startswith(id_):  # the identity was changed meanwhile
-            await self._writes.status(raw, {"identityHash": ""})
+            await self._writes.status(raw, {"identityHash": None})
             return
         try:
             job = build_job(raw, id_, self._options)
@@ -157,7 +157,7 @@ class Reconciler:
         job = await self._writes.job(str(metadata["namespace"]), name) if known else None
         if job is None or not is_ours(job, raw):
             gone = Condition(JOB_CREATED, False, "JobDeleted", "Checkpoint job was deleted")
-            await self._writes.status(raw, {"phase": Phase.PENDING, "jobName": ""}, [gone])
+            await self._writes.status(raw, {"phase": Phase.PENDING, "jobName": None}, [gone])
             return None
         if number_of(status_of(job), "succeeded") > 0 or holds(job, "Complete"):
             return await self._succeeded(raw, job, id_)
@@ -290,9 +290,9 @@ class Reconciler:
         job = await self._writes.job(str(metadata["namespace"]), job_name(str(metadata["name"])))
         if job is not None and is_ours(job, raw):
             await self._writes.delete(job)
-        changes: dict[str, Any] = {"phase": Phase.PENDING, "jobName": "", "message": None}
+        changes: dict[str, Any] = {"phase": Phase.PENDING, "jobName": None, "message": None}
         if reason == "SpecChanged":
-            changes["identityHash"] = ""  # it may be another identity now
+            changes["identityHash"] = None  # it may be another identity now
         begun = Condition(JOB_CREATED, False, reason, text)
         await self._writes.status(raw, changes, [begun], without=JOB_COMPLETED)
         await self._events.say(raw, "Normal", reason, text)
