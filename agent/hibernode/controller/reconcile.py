@@ -226,7 +226,8 @@ class Reconciler:
         """Let an elder with the same hash go first: two at once would take each other's answers."""
         me = seen(raw)
         for elder in self._others.rivals(me, len(id_)):
-            if elder.age > me.age or elder.leaving:
+            # Times are whole seconds: of two of the same second the one that has begun goes first.
+            if elder.leaving or (elder.age > me.age and elder.phase != Phase.CREATING):
                 continue
             name = elder.key[1]
             if elder.digest != me.digest:
