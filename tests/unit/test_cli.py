@@ -26,6 +26,7 @@ HEAVY = {"aiohttp", "pyroute2", "kubernetes", "grpc", "watchdog", "prometheus_cl
 
 GROUPS = {
     "config": ["show"],
+    "job": ["render"],
     "metadata": ["check", "get", "rm", "sources", "watch", "workers"],
     "seccomp": ["exec", "check", "install", "show"],
 }

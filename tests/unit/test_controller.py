@@ -216,7 +216,7 @@ def test_a_job_is_rendered_offline(machine: Machine, tmp_path: Path) -> None:  #
 def test_a_condition_keeps_its_time_while_its_status_stays() -> None:
     """And another's entries stay."""
     theirs = {"type": "Theirs", "status": "True"}
-    raw = {"metadata": {"generation": 3}, "status": {"conditions": [theirs, "junk"]}}
+    raw: dict[str, Any] = {"metadata": {"generation": 3}, "status": {"conditions": [theirs, "junk"]}}
     first = with_conditions(raw, [Condition("A", True, "One", "m")], stamp(0))
     assert first[0] == theirs
     raw["status"]["conditions"] = first
