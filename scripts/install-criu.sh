@@ -8,6 +8,7 @@
 #     machine's libraries stay what they are.
 #  4. The upstream source that sid's package is made of, built here.
 # The archive's address comes from this machine's apt configuration. HIBERNODE_CRIU_BUILD=1 goes straight to 4.
+# With DESTDIR only 3 is done, into DESTDIR/PREFIX, for a root file system in which PREFIX is then right.
 #
 # Exit codes: 0 ok, 1 no CRIU, 2 usage.
 set -euo pipefail
@@ -96,18 +97,18 @@ from_source() {
 publish() {
   touch "$new/$MARK"
   chmod 755 "$new"
-  if [ -e "$prefix" ]; then
-    mv -T "$prefix" "$work/replaced"
-    mv -T "$new" "$prefix" || { mv -T "$work/replaced" "$prefix"; die "cannot write $prefix"; }
+  if [ -e "$target" ]; then
+    mv -T "$target" "$work/replaced"
+    mv -T "$new" "$target" || { mv -T "$work/replaced" "$target"; die "cannot write $target"; }
   else
-    mv -T "$new" "$prefix"
+    mv -T "$new" "$target"
   fi
 }
 
 # use_present: is there a good one already?
 use_present() {
   local present
-  [ -z "$build" ] || return 0
+  [ -z "$build" ] && [ -z "${DESTDIR:-}" ] || return 0
   for present in "$prefix/bin/criu" "$(command -v criu || true)"; do
     if [ -n "$present" ] && [ -x "$present" ] && new_enough "$present"; then
       printf '%s\n' "$present"
@@ -132,7 +133,8 @@ finish() {
 
 [ $# -le 1 ] || { say "usage: install-criu.sh [PREFIX]"; exit 2; }
 prefix=$(realpath -m -- "${1:-/opt/hibernode/criu}")
-readonly prefix
+target=${DESTDIR:-}$prefix
+readonly prefix target
 case $prefix in
   *[:\;$'\n']*) say "$prefix: the loader cannot take ':', ';' or a line break in a library path"; exit 2 ;;
 esac
@@ -141,11 +143,11 @@ build=${HIBERNODE_CRIU_BUILD:-}
 use_present
 command -v apt-get >/dev/null || die "no CRIU >= $MINIMUM here, and no apt to get it with" \
   "install CRIU >= $MINIMUM so that 'criu' is on PATH"
-if [ -e "$prefix" ] && [ ! -e "$prefix/$MARK" ] && [ -n "$(ls -A -- "$prefix")" ]; then
-  die "$prefix is not empty and was not made by this script" "give another PREFIX, or remove it"
+if [ -e "$target" ] && [ ! -e "$target/$MARK" ] && [ -n "$(ls -A -- "$target")" ]; then
+  die "$target is not empty and was not made by this script" "give another PREFIX, or remove it"
 fi
 
-parent=$(dirname -- "$prefix")
+parent=$(dirname -- "$target")
 mkdir -p -- "$parent"
 # One at a time for a prefix; the lock is on the folder itself, so nothing is left behind.
 exec 9<"$parent"
@@ -157,6 +159,12 @@ trap 'exit 130' INT TERM HUP
 new=$work/new
 mkdir "$new"
 
+if [ -n "${DESTDIR:-}" ]; then
+  from_sid 9<&- || die "sid's packages did not give a CRIU that runs"
+  publish
+  printf '%s\n' "$prefix/bin/criu"
+  exit 0
+fi
 if [ -z "$build" ]; then
   candidate=$(apt-cache policy criu | sed -n 's/^  Candidate: //p')
   if [ -n "$candidate" ] && [ "$candidate" != '(none)' ] &&
