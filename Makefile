@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Extra arguments: make test ARGS="-k seccomp -x", make lock ARGS=--upgrade
 ARGS ?=
 
-.PHONY: help setup cluster-tools demo test test-cluster lint format lock bench clean
+.PHONY: help setup cluster-tools image demo demo-cluster test test-cluster lint format lock bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -15,13 +15,19 @@ setup: ## Make this checkout ready: .venv, pinned packages, CRIU (the other targ
 cluster-tools: setup ## Build etcd, kube-apiserver and the like, once a machine (test-cluster calls it)
 	@scripts/cluster-tools.sh
 
+image: setup ## Build the agent's image without Docker (test-cluster and demo-cluster call it)
+	@scripts/image.sh
+
 demo: setup ## Freeze a warm worker and bring it back to life
 	@$(BIN)/python scripts/demo.py $(ARGS)
+
+demo-cluster: cluster-tools image ## The same in a real one-node cluster, by DaemonSet and controller
+	@PYTHONPATH=. $(BIN)/python scripts/demo_cluster.py $(ARGS)
 
 test: setup ## Run the tests (ARGS="-k word" to choose)
 	@$(BIN)/python -m pytest -n 4 -m "not cluster and not bench" $(ARGS)
 
-test-cluster: cluster-tools ## Run the tests that need a real API server (ARGS as above)
+test-cluster: cluster-tools image ## Run the tests that need a real API server (ARGS as above)
 	@$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 lint: setup ## Check style, types and import contracts

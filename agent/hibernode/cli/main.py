@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "job": ("job", "Show the Job that a DynamoCheckpoint becomes"),
     "seccomp": ("seccomp", "The profile that blocks io_uring"),
     "placeholder": ("placeholder", "What a restore pod runs: waits to become the restored worker"),
+    "manifests": ("manifests", "Print the Kubernetes objects that install all this"),
     "config": ("config", "Show the settings and where they come from"),
     "version": ("config", "Print the version"),
     "completion": ("config", "Print the shell completion script"),

@@ -325,7 +325,7 @@ def check_profile(shipped: bytes | None, kubelet: Path) -> Finding:
         "seccomp.profile",
         expected,
         [problem] if problem else [],
-        remedy=f"hibernode seccomp install {path.parent}",
+        remedy=f"hibernode seccomp install {path.parent.parent}",
         reason="SeccompProfile",
         verdict=Verdict.WARN,
         fine="the same",

@@ -1,0 +1,115 @@
+"""Hibernode itself in the one-node cluster: the image that ``make image`` builds, the manifests that ship.
+
+What ``daemonset/`` says is applied as it is, but for the places on the node: those are below the kit's directory,
+and the server has a port of its own, so that the machine stays what it was and other agents on it are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hibernode.manifests import read_objects
+from tests.cluster.node import Cluster
+from tests.real.boxes_ctr import KUBERNETES
+from tests.real.node import free_port
+
+ROOT = Path(__file__).parents[2]
+DAEMONSET = ROOT / "daemonset"
+IMAGE = ROOT / "build" / "hibernode-image.tar"
+NAMESPACE = "hibernode"
+
+
+def import_agent(cluster: Cluster) -> None:
+    """Make the agent's image known to the node, under the name that the manifests have."""
+    assert IMAGE.exists(), "no image: make image"
+    cluster.kit.daemon().ctr(KUBERNETES, "image", "import", "--snapshotter", "overlayfs", IMAGE)
+
+
+class Installation:
+    """``kubectl apply -k daemonset/`` on a cluster, with the given overlays' components."""
+
+    def __init__(self, cluster: Cluster, *components: str) -> None:
+        self.cluster, self.port = cluster, free_port()
+        self.base = cluster.kit.base / "install"
+        self.base.mkdir()
+        self.signals = self.base / "signals"
+        self.pods = self.base / "placeholder"
+        self._write(components)
+
+    def _write(self, components: tuple[str, ...]) -> None:
+        """Write a kustomization over the one that ships."""
+        kubelet = self.cluster.kit.base / "kubelet"
+        places = {
+            "checkpoints": self.base / "checkpoints",
+            "signals": self.signals,
+            "state": self.base / "state",
+            "run": self.base / "run",
+            "kubelet-seccomp": kubelet / "seccomp",
+            "pod-resources": kubelet / "pod-resources",
+            "placeholder": self.pods,
+        }
+        template = "/spec/template/spec"
+        (agent,) = (
+            each for each in read_objects((DAEMONSET / "base/agent.yaml").read_text()) if each["kind"] == "DaemonSet"
+        )
+        volumes = [each["name"] for each in agent["spec"]["template"]["spec"]["volumes"]]
+        assert {*volumes} == {*places, "cgroup"}
+        patch: list[dict[str, Any]] = [
+            {
+                "op": "replace",
+                "path": f"{template}/volumes/{volumes.index(name)}/hostPath/path",
+                "value": str(path),
+            }
+            for name, path in places.items()
+        ]
+        patch += [
+            {"op": "replace", "path": f"{template}/containers/0/{probe}/httpGet/port", "value": self.port}
+            for probe in ("livenessProbe", "readinessProbe")
+        ]
+        listen = f"127.0.0.1:{self.port}"
+        settings = [{"op": "add", "path": "/data/HIBERNODE_SERVER_LISTEN", "value": listen}]
+        daemonset = Path(os.path.relpath(DAEMONSET, self.base))
+        kustomization = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [str(daemonset)],
+            "components": [str(daemonset / "components" / name) for name in components],
+            "patches": [
+                {"patch": json.dumps(patch), "target": {"kind": "DaemonSet", "name": "hibernode-agent"}},
+                {"patch": json.dumps(settings), "target": {"kind": "ConfigMap", "name": "hibernode-config"}},
+            ],
+        }
+        (self.base / "kustomization.yaml").write_text(json.dumps(kustomization))
+
+    def apply(self) -> None:
+        """Apply it as a user does."""
+        self.cluster.kube.kubectl("apply", "-k", self.base)
+
+    def wait(self, workload: str, seconds: int = 120) -> None:
+        """Wait until all pods of ``daemonset/NAME`` or ``deployment/NAME`` are Ready."""
+        kube = self.cluster.kube
+        done = kube.kubectl("-n", NAMESPACE, "rollout", "status", f"--timeout={seconds}s", workload, check=False)
+        if done.returncode != 0:
+            raise AssertionError(done.stdout + done.stderr + self.report())
+
+    def report(self) -> str:
+        """Tell what a person would look at: pods, their events, the end of their logs."""
+        kube = self.cluster.kube
+        parts = [
+            kube.kubectl("-n", NAMESPACE, *arguments, check=False).stdout
+            for arguments in (
+                ("describe", "pods"),
+                ("logs", "--all-containers", "--tail=40", "-l", "app.kubernetes.io/part-of=hibernode"),
+            )
+        ]
+        return "\n".join(parts)
+
+    def agent(self, *arguments: str) -> str:
+        """Run ``hibernode`` in the agent's pod."""
+        done = self.cluster.kube.kubectl(
+            "-n", NAMESPACE, "exec", "daemonset/hibernode-agent", "-c", "agent", "--", "hibernode", *arguments
+        )
+        return done.stdout

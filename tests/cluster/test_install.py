@@ -1,0 +1,132 @@
+"""The image and the manifests: built here, started by a real kubelet."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from hibernode.manifests import manifests, overlays, read_objects
+from tests.cluster.install import DAEMONSET, Installation, import_agent
+
+pytestmark = [pytest.mark.cluster, pytest.mark.containers]
+
+
+def test_apply_k_brings_the_agent_up_as_a_daemonset(cluster):
+    """The pod is Ready by its own probes, has put profile and placeholder on the node, and finds its CRIU."""
+    import_agent(cluster)
+    installation = Installation(cluster)
+    installation.apply()
+    installation.wait("daemonset/hibernode-agent")
+    assert (cluster.kit.base / "kubelet/seccomp/profiles/block-iouring.json").is_file()
+    assert (installation.pods / "hibernode-placeholder").stat().st_mode & 0o111
+    rows = json.loads(installation.agent("doctor", "-o", "json"))
+    found = {row["check"]: row["verdict"] for row in rows["findings"]}
+    assert rows["summary"]["fail"] == 0, rows
+    checks = ("criu.version", "criu.self_test", "store.private", "host.paths", "seccomp.profile")
+    assert {name: found[name] for name in checks} == dict.fromkeys(checks, "ok")
+
+
+STUB = """
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {name: podmonitors.monitoring.coreos.com}
+spec:
+  group: monitoring.coreos.com
+  scope: Namespaced
+  names: {kind: PodMonitor, plural: podmonitors}
+  versions:
+  - name: v1
+    served: true
+    storage: true
+    schema:
+      openAPIV3Schema:
+        type: object
+        properties:
+          spec:
+            type: object
+            required: [selector]
+            properties:
+              selector: {type: object, x-kubernetes-preserve-unknown-fields: true}
+              podMetricsEndpoints:
+                type: array
+                items:
+                  type: object
+                  properties:
+                    port: {type: string}
+                    path: {type: string}
+                    interval: {type: string}
+                    relabelings:
+                      type: array
+                      items:
+                        type: object
+                        properties:
+                          sourceLabels: {type: array, items: {type: string}}
+                          targetLabel: {type: string}
+"""
+"""The part of the Prometheus operator's definition that we use; it is not on the tests' server."""
+COMBINED = ["gpu-node", "openshift", "store-pvc", "podmonitor", "restricted-namespace"]
+
+
+def identified(objects):
+    """Give objects by kind, namespace and name."""
+    return {(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]): each for each in objects}
+
+
+@pytest.mark.parametrize("name", ["", *overlays()])
+def test_the_command_prints_what_kustomize_builds(kube, name):
+    """Base and every overlay, object by object."""
+    folder = DAEMONSET / "overlays" / name if name else DAEMONSET
+    built = read_objects(kube.kubectl("kustomize", folder).stdout)
+    assert identified(built) == identified(manifests([name] if name else []))
+
+
+def test_overlays_combine_as_components_do(kube, tmp_path):
+    """Several at once, in the order in which they are named."""
+    daemonset = os.path.relpath(DAEMONSET, tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(
+        json.dumps(
+            {
+                "resources": [f"{daemonset}/base"],
+                "components": [f"{daemonset}/components/{name}" for name in COMBINED],
+            }
+        )
+    )
+    built = read_objects(kube.kubectl("kustomize", tmp_path).stdout)
+    assert identified(built) == identified(manifests(COMBINED))
+
+
+@pytest.mark.parametrize("names", [[], *([name] for name in overlays()), COMBINED], ids="+".join)
+def test_the_server_takes_every_object(kube, tmp_path, names):
+    """A dry run of the server's on each overlay: kinds, fields and values are what it knows."""
+    (tmp_path / "stub.yaml").write_text(STUB)
+    kube.apply(tmp_path / "stub.yaml")
+    objects = manifests(names)
+    # In a dry run the namespace is not made, so it must be there.
+    (tmp_path / "namespace.json").write_text(json.dumps(objects[0]))
+    kube.apply(tmp_path / "namespace.json")
+    (tmp_path / "all.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
+    answers = json.loads(
+        kube.kubectl(
+            "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=true", "-o", "json",
+            "-f", tmp_path / "all.json",
+        ).stdout
+    )  # fmt: skip
+    accepted = identified(answers["items"] if "items" in answers else [answers])
+    for key, sent in identified(objects).items():
+        assert lost(sent, accepted[key]) == [], key
+
+
+def lost(sent, kept, path=""):
+    """List the fields of an object that the server has not kept: an old one drops what it does not know."""
+    if isinstance(sent, dict) and isinstance(kept, dict):
+        return [
+            found
+            for name, value in sent.items()
+            for found in ([f"{path}/{name}"] if name not in kept else lost(value, kept[name], f"{path}/{name}"))
+        ]
+    if isinstance(sent, list) and isinstance(kept, list) and len(sent) == len(kept):
+        pairs = enumerate(zip(sent, kept, strict=True))
+        return [found for at, (one, other) in pairs for found in lost(one, other, f"{path}/{at}")]
+    return [] if sent == kept or path.endswith(("/cpu", "/memory", "/storage")) else [path]
