@@ -27,7 +27,7 @@ def run(*arguments):
 
 
 def find(objects, kind, name=None):
-    """Give the one object of a kind and name."""
+    """Give the one object of a kind and name; without a name, the agent's."""
     (found,) = [
         each for each in objects if each["kind"] == kind and name in (None, each["metadata"]["name"])
     ]
@@ -85,7 +85,7 @@ def test_images_bear_the_packages_version():
 def test_a_restricted_agent_has_the_same_rules_in_a_role():
     """The role of one namespace is the cluster role's, rule by rule, and nothing of the cluster's is left."""
     objects = manifests(["restricted-namespace"])
-    assert find(objects, "Role")["rules"] == find(manifests(), "ClusterRole")["rules"]
+    assert find(objects, "Role")["rules"] == find(manifests(), "ClusterRole", "hibernode-agent")["rules"]
     assert not [each for each in objects if each["kind"].startswith("ClusterRole")]
 
 
@@ -120,7 +120,7 @@ def test_namespace_image_and_settings_are_filled_in():
     assert '"namespace": "hibernode"' not in text
     assert '"image": "hibernode:' not in text
     assert text.count('"image": "example.org/h:1"') == 4
-    assert find(objects, "ConfigMap")["data"]["HIBERNODE_STORE_MIN_FREE_BYTES"] == "2GiB"
+    assert find(objects, "ConfigMap", "hibernode-config")["data"]["HIBERNODE_STORE_MIN_FREE_BYTES"] == "2GiB"
 
 
 def test_what_the_agent_would_refuse_is_refused_at_once():
@@ -137,7 +137,9 @@ def test_every_setting_of_a_config_map_exists():
     from hibernode.config import load
 
     for names in ([], *([name] for name in overlays())):
-        load(environ=find(manifests(names), "ConfigMap")["data"])
+        for each in manifests(names):
+            if each["kind"] == "ConfigMap":
+                load(environ=each["data"])
 
 
 def test_no_field_or_kind_is_newer_than_kubernetes_1_20():
