@@ -148,11 +148,10 @@ def _fill(each: Object, namespace: str, image: str, settings: Mapping[str, str])
             subject["namespace"] = namespace
     if each["kind"] == "ConfigMap" and meta["name"] == CONFIG:
         each["data"].update(settings)
-    if image and each["kind"] == "ConfigMap":  # the controller's Jobs have an init container
-        each["data"] = {
-            key: image if value.startswith(IMAGE) else value for key, value in each["data"].items()
-        }
     pod = each.get("spec", {}).get("template", {}).get("spec", {})
     for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
         if image and container["image"].startswith(IMAGE):
             container["image"] = image
+        for variable in container.get("env", ()):  # the controller's Jobs have an init container
+            if image and variable.get("value", "").startswith(IMAGE):
+                variable["value"] = image
