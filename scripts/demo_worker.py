@@ -3,11 +3,12 @@
 It follows the contract of the signal directory, as a worker of era A1 does:
 
 1. an answer left over from an earlier run is removed;
-2. once warm, ``<id>.ready`` is written;
+2. once warm, the ready file is written: its own, where it has one, else ``<id>.ready``;
 3. it polls: the restore marker means that this is the restored copy, which goes on serving; the signal
    file says how the checkpoint went, and ends the worker.
 
-Environment: DYN_CHECKPOINT_HASH, DYN_CHECKPOINT_SIGNAL_FILE, DYN_RESTORE_MARKER_FILE.
+Environment: DYN_CHECKPOINT_HASH, DYN_CHECKPOINT_SIGNAL_FILE, DYN_CHECKPOINT_READY_FILE (if it has one),
+DYN_RESTORE_MARKER_FILE.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Model:
         return digest.hexdigest()
 
 
-def serve(model: Model, port: int) -> None:
+def serve(model: Model, host: str, port: int) -> None:
     """Answer GET /?q=NUMBER from the model, in threads."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -63,7 +64,7 @@ def serve(model: Model, port: int) -> None:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = ThreadingHTTPServer((host, port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
 
@@ -71,14 +72,15 @@ def main() -> int:
     """Warm up, say that we are ready, wait for what comes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
     signal_file = Path(os.environ["DYN_CHECKPOINT_SIGNAL_FILE"])
     marker = Path(os.environ["DYN_RESTORE_MARKER_FILE"])
     signal_file.unlink(missing_ok=True)
 
-    serve(Model(args.mib), args.port)
-    signal_file.with_suffix(".ready").touch()
+    serve(Model(args.mib), args.host, args.port)
+    Path(os.environ.get("DYN_CHECKPOINT_READY_FILE") or signal_file.with_suffix(".ready")).touch()
     print(f"worker {os.getpid()}: warm", flush=True)
     restored = False
     while True:
