@@ -107,9 +107,8 @@ class Installation:
         ]
         return "\n".join(parts)
 
-    def agent(self, *arguments: str) -> str:
+    def agent(self, *arguments: str, check: bool = True) -> str:
         """Run ``hibernode`` in the agent's pod."""
-        done = self.cluster.kube.kubectl(
-            "-n", NAMESPACE, "exec", "daemonset/hibernode-agent", "-c", "agent", "--", "hibernode", *arguments
-        )
+        inside = ["exec", "daemonset/hibernode-agent", "-c", "agent", "--", "hibernode", *arguments]
+        done = self.cluster.kube.kubectl("-n", NAMESPACE, *inside, check=check)
         return done.stdout

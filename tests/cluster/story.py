@@ -195,6 +195,8 @@ class Story:
                 ("-n", NAMESPACE, "logs", "-l", "app.kubernetes.io/part-of=hibernode", "--tail=40"),
             )
         ]
+        if self._phase() and (id_ := self._object()["status"].get("identityHash")):
+            parts.append(self.installation.agent("logs", id_, check=False))
         return "\n".join(parts)
 
     def close(self) -> None:
