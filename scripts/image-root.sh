@@ -48,7 +48,9 @@ unpack_packages() {
 }
 
 finish_root() {
-  local applet
+  local applet name
+  # CRIU holds connections still by iptables-restore; update-alternatives would make these links.
+  for name in {iptables,ip6tables}{,-save,-restore}; do ln -sf xtables-nft-multi "$root/usr/sbin/$name"; done
   for applet in $("$root/usr/bin/busybox" --list); do
     [ -e "$root/usr/bin/$applet" ] || [ -e "$root/usr/sbin/$applet" ] || [ "$applet" = busybox ] ||
       ln -s busybox "$root/usr/bin/$applet"
