@@ -18,7 +18,7 @@ from types import FrameType
 from tests.cluster.node import hierarchies, one_node, read_sysctls
 from tests.cluster.story import Story
 
-FOREIGN = re.compile(r"hibernode-boxes-[0-9a-f]{8}|(hb|nd|node-)[0-9a-f]{8}|box-[0-9a-f]{8}")
+FOREIGN = re.compile(r"hibernode-boxes-[0-9a-f]{8}|(hb|nd|node-)[0-9a-f]{8}|(box|cri)-[0-9a-f]{8}")
 
 
 def say(text: str) -> None:

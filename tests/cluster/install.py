@@ -69,6 +69,14 @@ class Installation:
             {"op": "replace", "path": f"{template}/containers/0/{probe}/httpGet/port", "value": self.port}
             for probe in ("livenessProbe", "readinessProbe")
         ]
+        # Where pid 1 has more rights than anybody else (CAP_SYS_RESOURCE on some virtual machines) its root cannot be
+        # looked into, and the agent looks for the containers' upper layers at their own place.
+        layers = str(self.cluster.kit.base / "root")
+        for place, value in (
+            ("volumes", {"name": "layers", "hostPath": {"path": layers}}),
+            ("containers/0/volumeMounts", {"name": "layers", "mountPath": layers}),
+        ):
+            patch.append({"op": "add", "path": f"{template}/{place}/-", "value": value})
         listen = f"127.0.0.1:{self.port}"
         settings = [{"op": "add", "path": "/data/HIBERNODE_SERVER_LISTEN", "value": listen}]
         daemonset = Path(os.path.relpath(DAEMONSET, self.base))

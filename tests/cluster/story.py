@@ -190,7 +190,7 @@ class Story:
         parts = [
             kubectl(*arguments, check=False).stdout
             for arguments in (
-                ("describe", "dynamocheckpoint,job,pod"),
+                ("get", "events"),
                 ("logs", "-l", "nvidia.com/checkpoint-hash", "--tail=20"),
                 ("-n", NAMESPACE, "logs", "-l", "app.kubernetes.io/part-of=hibernode", "--tail=40"),
             )
