@@ -1,7 +1,8 @@
 """The main job in a real one-node cluster: DaemonSet, controller, checkpoint Job, restore pod.
 
-Everything runs on this machine and nothing stays: API server, kubelet and containerd are the tests' own. Prints
-what each part took and what the machine was before and after; the last line starts with ``demo ok`` or ``demo failed``.
+Everything runs on this machine and nothing stays: API server, kubelet and containerd are the tests' own.
+Prints what each part took and what the machine was before and after; the last line starts with ``demo ok``
+or ``demo failed``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from types import FrameType
 from tests.cluster.node import hierarchies, one_node, read_sysctls
 from tests.cluster.story import Story
 
-FOREIGN = re.compile(r"hibernode-boxes-[0-9a-f]{8}|(hb|nd|node-)[0-9a-f]{8}|(box|cri)-[0-9a-f]{8}")
+FOREIGN = re.compile(r"[0-9a-f]{8}|/pytest-")
+"""What other runs of the tests make on this machine: it bears their tokens, as ours does ours."""
 
 
 def say(text: str) -> None:
@@ -60,7 +62,9 @@ def interrupted(number: int, _frame: FrameType | None) -> None:
 
 def main() -> int:
     """Run the demo; whatever happens, the cluster goes, and the machine is compared."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=256, help="size of the worker's data")
     parser.add_argument("--wait", action="store_true", help="keep the cluster until Ctrl-C, for a look")
     args = parser.parse_args()
@@ -72,21 +76,16 @@ def main() -> int:
         with one_node() as cluster:
             token = cluster.kit.token
             say(f"a cluster of one node is Ready after {cluster.start_seconds:.1f} s")
-            story = Story(cluster, say, args.mib)
-            try:
-                last = f"demo ok: {story.run()}"
-                code = 0
-                if args.wait:
-                    say(f"KUBECONFIG={cluster.kube.admin} kubectl get pods -A; Ctrl-C ends it")
-                    signal.pause()
-            finally:
-                story.close()
+            last = f"demo ok: {Story(cluster, say, args.mib).run()}"
+            code = 0
+            if args.wait:
+                say(f"KUBECONFIG={cluster.kube.admin} kubectl get pods -A; Ctrl-C ends it")
+                signal.pause()
     except KeyboardInterrupt as reason:
         last = last if code == 0 else f"demo failed: interrupted by {reason or 'SIGINT'}"
     except AssertionError as failure:
         code, last = 1, f"demo failed: {failure}"
     after = machine()
-    # What another run of the tests makes or takes away meanwhile bears its token, as ours does ours.
     changed = {
         name: sorted(each for each in was ^ after[name] if not FOREIGN.search(each) or token in each)
         for name, was in before.items()

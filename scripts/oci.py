@@ -1,8 +1,8 @@
 """Packs folders as layers and layers as an OCI image, without Docker: the same input gives the same bytes.
 
-``oci.py layer FOLDER BLOB`` writes BLOB (tar, gzip) and BLOB.json beside it; ``oci.py image NAME DOCKERFILE OUT
-BLOB...`` writes the archive that ``ctr image import``, ``skopeo`` and ``docker load`` take. What the image runs
-stands in the last stage of the Dockerfile, and nowhere else.
+``oci.py layer FOLDER BLOB`` writes BLOB (tar, gzip) and BLOB.json beside it; ``oci.py image NAME DOCKERFILE
+OUT BLOB...`` writes the archive that ``ctr image import``, ``skopeo`` and ``docker load`` take. What the
+image runs stands in the last stage of the Dockerfile, and nowhere else.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MEDIA = "application/vnd.oci.image"
 def layer(folder: Path, blob: Path) -> None:
     """Pack a folder: sorted, root's, of one time."""
     tar = [
-        "tar", "-c", "--format=pax", "--pax-option=delete=atime,delete=ctime", "--sort=name", f"--mtime=@{EPOCH}",
-        "--owner=0", "--group=0", "--numeric-owner", "-C", str(folder), ".",
+        "tar", "-c", "--format=pax", "--pax-option=delete=atime,delete=ctime", "--sort=name",
+        f"--mtime=@{EPOCH}", "--owner=0", "--group=0", "--numeric-owner", "-C", str(folder), ".",
     ]  # fmt: skip
     plain, packed = hashlib.sha256(), hashlib.sha256()
     squeeze = zlib.compressobj(6, zlib.DEFLATED, GZIP)
@@ -123,7 +123,9 @@ def image(name: str, dockerfile: Path, out: Path, blobs: list[Path]) -> None:
 
 def main() -> None:
     """Do what the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True, dest="command")
     one = commands.add_parser("layer")
     one.add_argument("folder", type=Path)

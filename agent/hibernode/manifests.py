@@ -1,8 +1,8 @@
 """The Kubernetes objects that install Hibernode, with settings filled in.
 
-The files are those of ``daemonset/``, which come with the package. Of kustomize only what they use is done here:
-resources, components, patches by JSON Patch (RFC 6902) with a target, and ``$patch: delete``; anything else in a
-kustomization is an error, so that the two cannot part in silence.
+The files are those of ``daemonset/``, which come with the package. Of kustomize only what they use is done
+here: resources, components, patches by JSON Patch (RFC 6902) with a target, and ``$patch: delete``; anything
+else in a kustomization is an error, so that the two cannot part in silence.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def manifests(
         _fill(each, namespace, image, {env_name(key): value for key, value in flags})
     # Namespaces and definitions before what needs them; else as written.
     first = ("Namespace", "CustomResourceDefinition")
-    return sorted(objects, key=lambda each: first.index(each["kind"]) if each["kind"] in first else len(first))
+    return sorted(
+        objects, key=lambda each: first.index(each["kind"]) if each["kind"] in first else len(first)
+    )
 
 
 def _check(flags: Sequence[tuple[str, str]]) -> None:
@@ -106,7 +108,7 @@ def read_objects(text: str) -> list[Object]:
 
 
 def _matches(found: Object, target: Mapping[str, str]) -> bool:
-    return found["kind"] == target["kind"] and found["metadata"]["name"] == target["name"]
+    return (found["kind"], found["metadata"]["name"]) == (target["kind"], target["name"])
 
 
 def patch(document: Any, operations: Iterable[Mapping[str, Any]]) -> None:

@@ -1,7 +1,8 @@
 """Hibernode itself in the one-node cluster: the image that ``make image`` builds, the manifests that ship.
 
-What ``daemonset/`` says is applied as it is, but for the places on the node: those are below the kit's directory,
-and the server has a port of its own, so that the machine stays what it was and other agents on it are left alone.
+What ``daemonset/`` says is applied as it is, but for the places on the node: those are below the kit's
+directory, and the server has a port of its own, so that the machine stays what it was and other agents on it
+are left alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Installation:
     """``kubectl apply -k daemonset/`` on a cluster, with the given overlays' components."""
 
     def __init__(self, cluster: Cluster, *components: str) -> None:
-        self.cluster, self.port = cluster, free_port()
+        assert cluster.kube
+        self.cluster, self.kube, self.port = cluster, cluster.kube, free_port()
         self.base = cluster.kit.base / "install"
         self.base.mkdir()
         self.signals = self.base / "signals"
@@ -53,7 +55,9 @@ class Installation:
         }
         template = "/spec/template/spec"
         (agent,) = (
-            each for each in read_objects((DAEMONSET / "base/agent.yaml").read_text()) if each["kind"] == "DaemonSet"
+            each
+            for each in read_objects((DAEMONSET / "base/agent.yaml").read_text())
+            if each["kind"] == "DaemonSet"
         )
         volumes = [each["name"] for each in agent["spec"]["template"]["spec"]["volumes"]]
         assert {*volumes} == {*places, "cgroup"}
@@ -69,8 +73,8 @@ class Installation:
             {"op": "replace", "path": f"{template}/containers/0/{probe}/httpGet/port", "value": self.port}
             for probe in ("livenessProbe", "readinessProbe")
         ]
-        # Where pid 1 has more rights than anybody else (CAP_SYS_RESOURCE on some virtual machines) its root cannot be
-        # looked into, and the agent looks for the containers' upper layers at their own place.
+        # Where pid 1 has more rights than anybody else (CAP_SYS_RESOURCE on some virtual machines) its root
+        # cannot be looked into, and the agent looks for the containers' upper layers at their own place.
         layers = str(self.cluster.kit.base / "root")
         for place, value in (
             ("volumes", {"name": "layers", "hostPath": {"path": layers}}),
@@ -94,18 +98,24 @@ class Installation:
 
     def apply(self) -> None:
         """Apply it as a user does."""
-        self.cluster.kube.kubectl("apply", "-k", self.base)
+        self.kube.kubectl("apply", "-k", self.base)
+
+    def remove(self) -> None:
+        """Take it away again, and wait until it is gone."""
+        self.kube.kubectl("delete", "-k", self.base, "--ignore-not-found")
 
     def wait(self, workload: str, seconds: int = 120) -> None:
         """Wait until all pods of ``daemonset/NAME`` or ``deployment/NAME`` are Ready."""
-        kube = self.cluster.kube
-        done = kube.kubectl("-n", NAMESPACE, "rollout", "status", f"--timeout={seconds}s", workload, check=False)
+        kube = self.kube
+        done = kube.kubectl(
+            "-n", NAMESPACE, "rollout", "status", f"--timeout={seconds}s", workload, check=False
+        )
         if done.returncode != 0:
             raise AssertionError(done.stdout + done.stderr + self.report())
 
     def report(self) -> str:
         """Tell what a person would look at: pods, their events, the end of their logs."""
-        kube = self.cluster.kube
+        kube = self.kube
         parts = [
             kube.kubectl("-n", NAMESPACE, *arguments, check=False).stdout
             for arguments in (
@@ -118,5 +128,5 @@ class Installation:
     def agent(self, *arguments: str, check: bool = True) -> str:
         """Run ``hibernode`` in the agent's pod."""
         inside = ["exec", "daemonset/hibernode-agent", "-c", "agent", "--", "hibernode", *arguments]
-        done = self.cluster.kube.kubectl("-n", NAMESPACE, *inside, check=check)
+        done = self.kube.kubectl("-n", NAMESPACE, *inside, check=check)
         return done.stdout

@@ -1,6 +1,7 @@
-"""What Hibernode is for, in a cluster: a DynamoCheckpoint becomes Ready, and a restore pod answers as its worker did.
+"""What Hibernode is for, in a cluster: a DynamoCheckpoint becomes Ready, a restore pod answers as its worker.
 
-The one-node cluster of :mod:`tests.cluster.node`, the manifests and the image as they ship, a worker in Python.
+The one-node cluster of :mod:`tests.cluster.node`, the manifests and the image as they ship, a worker in
+Python.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ class Story:
     """The steps in their order; each says what it has seen."""
 
     def __init__(self, cluster: Cluster, say: Say, mib: int = 64) -> None:
-        self.cluster, self.kube, self.say, self.mib = cluster, cluster.kube, say, mib
+        assert cluster.kube
+        self.cluster, self.kube, self.say = cluster, cluster.kube, say
+        self.installation = Installation(cluster, "controller")
+        self.command = [
+            "python3", "/worker/demo_worker.py", f"--mib={mib}", "--host=0.0.0.0", f"--port={PORT}",
+        ]  # fmt: skip
         self.id = ""
         self.first: dict[str, Any] = {}
         self.cold = 0.0
@@ -43,14 +49,14 @@ class Story:
         frozen = time.monotonic()
         thaw = self._restore()
         return (
-            f"installed in {installed - begun:.1f} s, checkpoint Ready {frozen - installed:.1f} s after it was "
-            f"asked for, restored worker answers {thaw:.1f} s after its pod was"
+            f"installed in {installed - begun:.1f} s, "
+            f"checkpoint Ready {frozen - installed:.1f} s after it was asked for, restored worker answers {thaw:.1f} s after its pod was"
         )
 
     def _install(self) -> None:
         """Bring up the DaemonSet and the controller."""
         import_agent(self.cluster)
-        self.installation = installation = Installation(self.cluster, "controller")
+        installation = self.installation
         installation.apply()
         self.kube.kubectl(
             "wait", "--for=condition=Established", "--timeout=60s", "crd/dynamocheckpoints.nvidia.com"
@@ -84,9 +90,6 @@ class Story:
         """Make a DynamoCheckpoint by kubectl, and wait until it is Ready."""
         kubectl = self.kube.kubectl
         kubectl("create", "configmap", "worker", f"--from-file={WORKER}")
-        self.command = [
-            "python3", "/worker/demo_worker.py", f"--mib={self.mib}", "--host=0.0.0.0", f"--port={PORT}",
-        ]  # fmt: skip
         path = self.installation.base / "checkpoint.json"
         path.write_text(
             json.dumps(
@@ -200,8 +203,9 @@ class Story:
         return "\n".join(parts)
 
     def close(self) -> None:
-        """Take away what runs, so that the cluster can go or be used again."""
+        """Take away what runs, so that the cluster can be used again."""
         kubectl = self.kube.kubectl
-        kubectl("delete", "pod", "restored", "--ignore-not-found", "--grace-period=0", "--force", check=False)
+        kubectl("delete", "pod", "restored", "--ignore-not-found", "--grace-period=0", "--force")
         kubectl("delete", "dynamocheckpoint", NAME, "--ignore-not-found", check=False)
-        kubectl("delete", "-k", self.installation.base, "--ignore-not-found", check=False)
+        kubectl("delete", "configmap", "worker", "--ignore-not-found")
+        self.installation.remove()

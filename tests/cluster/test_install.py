@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 
@@ -17,15 +18,18 @@ def test_apply_k_brings_the_agent_up_as_a_daemonset(cluster):
     """The pod is Ready by its own probes, has put profile and placeholder on the node, and finds its CRIU."""
     import_agent(cluster)
     installation = Installation(cluster)
-    installation.apply()
-    installation.wait("daemonset/hibernode-agent")
-    assert (cluster.kit.base / "kubelet/seccomp/profiles/block-iouring.json").is_file()
-    assert (installation.pods / "hibernode-placeholder").stat().st_mode & 0o111
-    rows = json.loads(installation.agent("doctor", "-o", "json"))
-    found = {row["check"]: row["verdict"] for row in rows["findings"]}
-    assert rows["summary"]["fail"] == 0, rows
-    checks = ("criu.version", "criu.self_test", "store.private", "host.paths", "seccomp.profile")
-    assert {name: found[name] for name in checks} == dict.fromkeys(checks, "ok")
+    try:
+        installation.apply()
+        installation.wait("daemonset/hibernode-agent")
+        assert (cluster.kit.base / "kubelet/seccomp/profiles/block-iouring.json").is_file()
+        assert (installation.pods / "hibernode-placeholder").stat().st_mode & 0o111
+        rows = json.loads(installation.agent("doctor", "-o", "json"))
+        found = {row["check"]: row["verdict"] for row in rows["findings"]}
+        assert rows["summary"]["fail"] == 0, rows
+        checks = ("criu.version", "criu.self_test", "store.private", "host.paths", "seccomp.profile")
+        assert {name: found[name] for name in checks} == dict.fromkeys(checks, "ok")
+    finally:
+        installation.remove()
 
 
 STUB = """
@@ -69,9 +73,11 @@ spec:
 COMBINED = ["gpu-node", "openshift", "store-pvc", "podmonitor", "restricted-namespace"]
 
 
-def identified(objects):
+def identified(objects: list[dict[str, Any]]) -> dict[tuple[str, str | None, str], dict[str, Any]]:
     """Give objects by kind, namespace and name."""
-    return {(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]): each for each in objects}
+    return {
+        (each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]): each for each in objects
+    }
 
 
 @pytest.mark.parametrize("name", ["", *overlays()])
@@ -109,22 +115,24 @@ def test_the_server_takes_every_object(kube, tmp_path, names):
     (tmp_path / "all.json").write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
     answers = json.loads(
         kube.kubectl(
-            "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=true", "-o", "json",
-            "-f", tmp_path / "all.json",
+            "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=true",
+            "-o", "json", "-f", tmp_path / "all.json",
         ).stdout
     )  # fmt: skip
-    accepted = identified(answers["items"] if "items" in answers else [answers])
+    accepted = identified(answers.get("items", [answers]))
     for key, sent in identified(objects).items():
         assert lost(sent, accepted[key]) == [], key
 
 
-def lost(sent, kept, path=""):
+def lost(sent: object, kept: object, path: str = "") -> list[str]:
     """List the fields of an object that the server has not kept: an old one drops what it does not know."""
     if isinstance(sent, dict) and isinstance(kept, dict):
         return [
             found
             for name, value in sent.items()
-            for found in ([f"{path}/{name}"] if name not in kept else lost(value, kept[name], f"{path}/{name}"))
+            for found in (
+                [f"{path}/{name}"] if name not in kept else lost(value, kept[name], f"{path}/{name}")
+            )
         ]
     if isinstance(sent, list) and isinstance(kept, list) and len(sent) == len(kept):
         pairs = enumerate(zip(sent, kept, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,22 +20,20 @@ from hibernode.workload import ERA_A1
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments):
+def run(*arguments: str) -> str:
     """Give what the command prints."""
     result = CliRunner().invoke(cli, arguments, obj=Context())
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def find(objects, kind, name=None):
+def find(objects: list[Any], kind: str, name: str | None = None) -> Any:
     """Give the one object of a kind and name; without a name, the agent's."""
-    (found,) = [
-        each for each in objects if each["kind"] == kind and name in (None, each["metadata"]["name"])
-    ]
+    (found,) = [each for each in objects if each["kind"] == kind and name in (None, each["metadata"]["name"])]
     return found
 
 
-def pod(objects):
+def pod(objects: list[Any]) -> Any:
     """Give the agent's pod."""
     return find(objects, "DaemonSet")["spec"]["template"]["spec"]
 
@@ -45,7 +44,7 @@ def test_the_files_are_those_of_the_checkout():
 
 
 def test_dynamos_operator_finds_agent_and_store():
-    """It looks for a component, a container and a volume by name; the store lies where the contract has it."""
+    """It looks for a component, a container and a volume by name; the store is where the contract says."""
     for names in ([], ["store-pvc"]):
         objects = manifests(names)
         labels = find(objects, "DaemonSet")["metadata"]["labels"]

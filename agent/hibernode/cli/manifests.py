@@ -23,22 +23,34 @@ def _namespace(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
 @click.option("--overlay", "names", multiple=True, metavar="NAME", help="A variant; may be repeated.")
 @click.option("--list", "listing", is_flag=True, help="Only list the overlays.")
 @click.option(
-    "-n", "--namespace", default="hibernode", show_default=True, callback=_namespace, help="Where the agent goes."
+    "-n",
+    "--namespace",
+    default="hibernode",
+    show_default=True,
+    callback=_namespace,
+    help="Where the agent goes.",
 )
 @click.option("--image", default="", help="The image, where your registry has it.")
-@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of the agent; may be repeated.")
 @click.option(
-    "-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True, help="How to print."
+    "--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of the agent; may be repeated."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["yaml", "json"]),
+    default="yaml",
+    show_default=True,
+    help="How to print.",
 )
 @click.pass_obj
 def manifests_command(
     context: Context,
+    *,
     names: tuple[str, ...],
     namespace: str,
     image: str,
     pairs: tuple[str, ...],
     output: str,
-    *,
     listing: bool,
 ) -> None:
     """Print the objects that install Hibernode, for ``kubectl apply -f -``.
