@@ -248,9 +248,15 @@ class Cluster:
                     _sysctl(name).write_text(value)
 
     def _remove_logs(self) -> None:
-        """Remove what the kubelet left of pods that containerd still knows; it removed the others itself."""
+        """Remove what the kubelet left of pods that containerd still knows, or that were just deleted."""
         answer = self.kit.daemon(gateway=True).wire.call("runtime.v1.RuntimeService/ListPodSandbox")
-        for uid in {item["metadata"]["uid"] for item in answer["items"]}:
+        known = {item["metadata"]["uid"] for item in answer["items"]}
+        # It removes the logs of deleted pods by and by; its own log names their volumes, and so them.
+        said = self._programs[-1].tail(lines=1_000_000)
+        known |= {
+            uid for path in POD_LOGS.glob("*_*_*") if (uid := path.name.rpartition("_")[2]) and uid in said
+        }
+        for uid in known:
             for link in CONTAINER_LOGS.glob("*.log"):
                 if link.is_symlink() and uid in os.readlink(link):
                     link.unlink()

@@ -50,7 +50,8 @@ class Story:
         thaw = self._restore()
         return (
             f"installed in {installed - begun:.1f} s, "
-            f"checkpoint Ready {frozen - installed:.1f} s after it was asked for, restored worker answers {thaw:.1f} s after its pod was"
+            f"checkpoint Ready {frozen - installed:.1f} s after it was asked for, "
+            f"restored worker answers {thaw:.1f} s after its pod was"
         )
 
     def _install(self) -> None:
