@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=256, help="size of the worker's data")
     parser.add_argument("--wait", action="store_true", help="keep the cluster until Ctrl-C, for a look")
     args = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGINT too: a shell may have it ignored
         signal.signal(number, interrupted)
     before, last, code, token = machine(), "", 1, "none"
     began = time.monotonic()
