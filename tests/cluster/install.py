@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from hibernode.manifests import read_objects
@@ -35,8 +36,8 @@ class Installation:
     def __init__(self, cluster: Cluster, *components: str) -> None:
         assert cluster.kube
         self.cluster, self.kube, self.port = cluster, cluster.kube, free_port()
-        self.base = cluster.kit.base / "install"
-        self.base.mkdir()
+        self.base = Path(mkdtemp(prefix="install-", dir=cluster.kit.base))
+        self.base.chmod(0o755)
         self.signals = self.base / "signals"
         self.pods = self.base / "placeholder"
         self._write(components)
