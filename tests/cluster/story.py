@@ -138,7 +138,8 @@ class Story:
     def _restore(self) -> float:
         """Make a restore pod like the Job's, and ask it; return the seconds until it answered."""
         kubectl = self.kube.kubectl
-        (job,) = json.loads(kubectl("get", "jobs", "-o", "json").stdout)["items"]
+        # Other tests' Jobs may be in this namespace.
+        job = json.loads(kubectl("get", "job", self._object()["status"]["jobName"], "-o", "json").stdout)
         spec = job["spec"]["template"]["spec"]
         (container,) = spec["containers"]
         container["command"] = ["/hibernode/hibernode-placeholder", "--wait", "120", "--", *self.command]
