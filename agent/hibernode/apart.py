@@ -19,7 +19,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
@@ -96,6 +96,25 @@ def _barred(what: str) -> set[str]:
     if len(all_of_it) >= MAX_STUCK:
         raise _error(all_of_it[0].owner, f"{MAX_STUCK} looks hang; {all_of_it[0].what}", all_of_it[0].seconds)
     return {each.owner for each in all_of_it if each.what == what}
+
+
+async def uncut(work: Awaitable[T]) -> T:
+    """Wait for ``work`` to its end; a cancellation on the way is raised then.
+
+    A thread cannot be cancelled: what it does would go on behind whoever undoes it.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # it has been looked at
+        raise cancelled
+    return task.result()
 
 
 # one piece of work, for a coroutine ---------------------------------------------------------------------

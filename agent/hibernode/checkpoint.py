@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 from hibernode import links, recover, seal
 from hibernode.answers import Outcome, Request, Trigger, already_there, failed, sentence
-from hibernode.apart import apart
+from hibernode.apart import apart, uncut
 from hibernode.artifact.layout import ARTIFACT, Artifact
 from hibernode.artifact.manifest import DiffFacts, LinkFacts, Manifest
 from hibernode.artifact.staging import Staging
@@ -49,7 +49,7 @@ from hibernode.errors import (
 )
 from hibernode.host import netlock
 from hibernode.journal import Journal, Step
-from hibernode.outcome import as_ours, criu_failed, uncut, worker_gone
+from hibernode.outcome import as_ours, criu_failed, worker_gone
 from hibernode.preflight import Preflight, check_cut, preflight, refuse
 from hibernode.recover import Held
 from hibernode.settings import Settings

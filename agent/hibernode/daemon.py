@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from hibernode import __version__, recover, restored
-from hibernode.apart import stuck
+from hibernode.apart import stuck, uncut
 from hibernode.artifact.store import Store
 from hibernode.checkpoint import Checkpointer
 from hibernode.cluster.part import KubePart, wanted
@@ -35,7 +35,6 @@ from hibernode.gpu.state import as_json
 from hibernode.health import Check, DegradedError, Health
 from hibernode.jobs import Jobs
 from hibernode.metrics import Metrics, Reading
-from hibernode.outcome import uncut
 from hibernode.requests import Parts, Requests
 from hibernode.restore import Restorer
 from hibernode.restored import Phase, Restored

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hibernode.apart import apart
+from hibernode.apart import apart, uncut
 from hibernode.artifact.links import crius_names, kept_name, note
 from hibernode.artifact.manifest import LinkFacts
 from hibernode.artifact.staging import Staging
@@ -27,7 +27,6 @@ from hibernode.criu.remaps import file_ids, link_remaps
 from hibernode.errors import CriuError, RefusedError
 from hibernode.host import hardlinks
 from hibernode.host.hardlinks import Identity
-from hibernode.outcome import uncut
 from hibernode.preflight import Preflight
 from hibernode.preflight.facts import RenamedFile
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-from collections.abc import Awaitable
-from typing import Final, TypeVar
+from typing import Final
 
 from hibernode.criu import diagnose
 from hibernode.errors import CriuError, HibernodeError, RefusedError, StorageError
-
-T = TypeVar("T")
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -41,25 +37,6 @@ def worker_gone(message: str) -> RefusedError:
     return RefusedError(
         message, remedy="the worker must stay alive until it reads the signal file", reason="WorkerGone"
     )
-
-
-async def uncut(work: Awaitable[T]) -> T:
-    """Wait for ``work`` to its end; a cancellation on the way is raised then.
-
-    A thread cannot be cancelled: what it does would go on behind whoever undoes it.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # it has been looked at
-        raise cancelled
-    return task.result()
 
 
 def criu_failed(

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from hibernode import links, recover, restored, shim
 from hibernode.answers import RestoreOutcome, RestoreRequest, answer, restore_failed, sentence
-from hibernode.apart import FILES_SECONDS, apart
+from hibernode.apart import FILES_SECONDS, apart, uncut
 from hibernode.artifact.layout import Artifact
 from hibernode.artifact.store import Store
 from hibernode.container import restore as filling
@@ -51,7 +51,7 @@ from hibernode.errors import (
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.journal import Journal, Step
-from hibernode.outcome import as_ours, criu_failed, uncut
+from hibernode.outcome import as_ours, criu_failed
 from hibernode.preflight import refuse
 from hibernode.recover import Held
 from hibernode.restore_checks import asked, findings, look, may_ask, settled_findings

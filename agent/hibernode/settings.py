@@ -215,6 +215,22 @@ class GpuSettings(_Section):
         Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
         description="the kubelet's socket that tells who has which GPU; it need not be there",
     )
+    quiesce: Literal["auto", "cuda-checkpoint", "criu-plugin", "none"] = Field(
+        "auto", description="who takes CUDA processes off the GPU for a dump; auto: cuda-checkpoint"
+    )
+    cuda_checkpoint: Annotated[str, BeforeValidator(_absolute_or_empty)] = Field(
+        "", description="absolute path of cuda-checkpoint; empty: the one in PATH"
+    )
+    criu_plugins: AbsolutePath = Field(
+        Path("/usr/lib/criu"), description="directory with cuda_plugin.so, for gpu.quiesce=criu-plugin"
+    )
+    lock_seconds: Seconds = Field(
+        10.0, ge=0.1, le=86400, description="for one process to finish its GPU work and be locked"
+    )
+    quiesce_seconds: Seconds = Field(
+        300.0, ge=0.1, le=86400, description="for one other call of cuda-checkpoint, which copies GPU memory"
+    )
+    parallel: Count = Field(16, ge=1, le=256, description="calls of cuda-checkpoint at one time")
 
 
 class GcSettings(_Section):

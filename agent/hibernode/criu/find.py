@@ -116,8 +116,8 @@ def _usable(path: Path, top: Path) -> Criu:
         raise _refused(path, "is no program", "NotExecutable")
     _check_trusted(real, top)
     argv = _unwrap(real, top)
-    files = tuple((file, _signature(file)) for file in argv if file.startswith("/") and ":" not in file)
-    version = _version(argv, ((str(real), _signature(real)), *files))
+    files = tuple((file, signature(file)) for file in argv if file.startswith("/") and ":" not in file)
+    version = _version(argv, ((str(real), signature(real)), *files))
     if tuple(map(int, version.split("."))) < MIN_VERSION:
         least = ".".join(map(str, MIN_VERSION))
         raise _refused(path, f"is CRIU {version}; at least {least} is needed", "CriuTooOld", version=version)
@@ -161,27 +161,44 @@ def _check_libraries(directory: Path, top: Path) -> None:
                 _check_one(target) if target.parent == real else _check_trusted(target, top)
 
 
+def untrusted(path: Path, top: Path = Path("/")) -> tuple[Path, str] | None:
+    """Say who else than root could change a resolved path, or a directory above it up to ``top``.
+
+    Gives the place and a sentence's end; None: nobody.
+    """
+    for part in (path, *path.parents):
+        if why := _changeable(part):
+            return part, why
+        if part == top:
+            break
+    return None
+
+
 def _check_trusted(path: Path, top: Path) -> None:
     """Check a resolved path and each directory above it, up to ``top``."""
-    for part in (path, *path.parents):
-        _check_one(part)
-        if part == top:
-            return
+    if found := untrusted(path, top):
+        raise _refused(*found, "CriuUntrusted")
 
 
 def _check_one(path: Path) -> None:
+    if why := _changeable(path):
+        raise _refused(path, why, "CriuUntrusted")
+
+
+def _changeable(path: Path) -> str:
+    """Say why others than root can change a file or directory; empty if they cannot."""
     status = path.stat()
     others = bool(status.st_mode & stat.S_IWOTH)
     group = bool(status.st_mode & stat.S_IWGRP) and status.st_gid != 0
     # In a directory with the sticky bit (/tmp) nobody can replace what belongs to root.
     sticky = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
     if status.st_uid != 0:
-        raise _refused(path, f"belongs to uid {status.st_uid}, not to root", "CriuUntrusted")
-    if (others or group) and not sticky:
-        raise _refused(path, "can be written by others than root", "CriuUntrusted")
+        return f"belongs to uid {status.st_uid}, not to root"
+    return "can be written by others than root" if (others or group) and not sticky else ""
 
 
-def _signature(path: Path | str) -> tuple[int, ...]:
+def signature(path: Path | str) -> tuple[int, ...]:
+    """Tell two states of a file apart."""
     status = os.stat(path)  # noqa: PTH116 - it takes both
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 

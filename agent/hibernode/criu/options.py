@@ -22,7 +22,8 @@ RESTORE_LOG: Final = "restore.log"
 NO_PLUGINS: Final = "/proc/self/task"
 """A directory that exists on every machine and in which nobody can make a file. CRIU loads each ``*.so``
 in its ``--libdir`` as root, fails if the directory is missing, and without the option takes
-/usr/lib/criu. A plugin recorded in an image is needed again at restore, so none is ever used."""
+/usr/lib/criu. A plugin recorded in an image is needed again at restore, so none is used that was not asked
+for (``gpu.quiesce``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class DumpOptions:
     freeze_cgroup: str | None = None
     action_script: str | None = None
     network_lock: NetworkLock = "nftables"
+    libdir: str = NO_PLUGINS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class RestoreOptions:
     external: tuple[str, ...] = ()
     root: str | None = None
     action_script: str | None = None
+    libdir: str = NO_PLUGINS
 
 
 def dump_args(pid: int, images_dir: Path, opts: DumpOptions, *, work_dir: Path | None = None) -> list[str]:
@@ -124,7 +127,7 @@ def _common(opts: DumpOptions | RestoreOptions) -> Iterator[str]:
     yield "--no-default-config"  # /etc/criu/default.conf is somebody else's idea of a dump
     # Errors are the diagnosis's input, and level 0 hides them.
     yield f"-v{max(1, opts.log_level)}"
-    yield from ("--libdir", NO_PLUGINS)
+    yield from ("--libdir", opts.libdir)
     yield "--manage-cgroups=ignore"
     yield "--ext-unix-sk"
     yield "--skip-in-flight"
