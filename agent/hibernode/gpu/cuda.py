@@ -1,27 +1,30 @@
 """NVIDIA's ``cuda-checkpoint``: takes CUDA processes off the GPU before a dump, and brings them back.
 
-One call deals with one process, and each start costs seconds where the driver has to attach. So there are two
-for each process at a dump (``lock``, ``checkpoint``) and three when it is woken (``restore``, ``unlock``,
-``--get-state``); no state is polled. A lock waits for the GPU work that the process has submitted; of processes
-that work with each other (NCCL) it may wait for ever, which is why ``--timeout`` and a deadline of ours always
-stand above it.
+One call deals with one process, and each start costs seconds where the driver has to attach. So there are
+two for each process at a dump (``lock``, ``checkpoint``) and three when it is woken (``restore``, ``unlock``,
+``--get-state``); no state is polled. A lock waits for the GPU work that the process has submitted; of
+processes that work with each other (NCCL) it may wait for ever, which is why ``--timeout`` and a deadline of
+ours always stand above it.
 
 The program is NVIDIA's and not shipped with Hibernode. Its command line is part of the driver (``libcuda``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hibernode.apart import uncut
 from hibernode.criu.find import clean_env, signature, untrusted
 from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 from hibernode.host import procfs
@@ -35,7 +38,7 @@ LIBCUDA: Final = "libcuda.so"
 DEVICES: Final = "/dev/nvidia"
 
 START_SECONDS: Final = 30.0
-"""What a call may take besides its work: to start and to attach to the driver, 2.7 s on nodes that were seen."""
+"""What a call may take besides its work: to start and to attach to the driver, 2.7 s on real nodes."""
 
 KILL_SECONDS: Final = 5.0
 """A call that was killed and is not gone by then waits in the driver; it is left behind."""
@@ -131,7 +134,7 @@ def _version(path: str, _changes: object) -> str:
     match = _VERSION.search(text)
     if code != 0 or match is None:
         raise _refused(
-            f"{path} does not tell its version (exit code {code}, it said: {_said(text)})",
+            f"{path} does not tell its version (exit code {code}, it said: {_said(text) or 'nothing'})",
             "CudaCheckpointBroken",
         )
     if "--action" not in text:
@@ -181,39 +184,229 @@ async def quiesce(
 ) -> tuple[tuple[CudaProcess, ...], dict[str, float]]:
     """Lock all the processes, then checkpoint all: their GPU memory is in their own memory then.
 
-    ``noted`` is called with them before the first call. Gives those that were taken off the GPU (without those
-    that only looked like CUDA processes, which the tool does not know) and the seconds by call. When a call
-    fails, and when this is cancelled, everything is undone in reverse before it raises.
+    ``noted`` is called with them before the first call. Gives those that were taken off the GPU (without
+    those that only looked like CUDA processes, which the tool does not know) and the seconds by call. When a
+    call fails, and when this is cancelled, everything is undone before it raises.
 
     :raises CudaError: a call failed or hung; the message names pids, calls, what the tool said, and who could
         not be brought back.
     """
-    raise NotImplementedError
+    calls = _Calls(tool, settings)
+    noted(processes)
+    try:
+        answers = await calls.all("lock", processes)
+        refused = [each.process for each in answers if each.failed and not each.late]
+        others = await _unknown(calls, refused)
+        calls.unknown |= others
+        held = tuple(each for each in processes if each not in others)
+        _check(answer for answer in answers if answer.process not in others)
+        if others:
+            noted(held)
+        _check(await calls.all("checkpoint", held))
+    except BaseException as error:
+        try:
+            await uncut(_undo(calls, processes))
+        except CudaError as problem:
+            if not isinstance(error, CudaError):
+                raise
+            raise CudaError(
+                f"{error.message}; {problem.message}", remedy=problem.remedy, reason=problem.reason
+            ) from error
+        raise
+    return held, calls.seconds
+
+
+async def _unknown(calls: _Calls, processes: Sequence[CudaProcess]) -> set[CudaProcess]:
+    """Tell which of the processes the tool does not know: those linked with CUDA that have never begun it.
+
+    Only a process that CUDA works in has a thread that can restore it.
+    """
+    answers = await calls.all("get-restore-tid", processes)
+    return {each.process for each in answers if each.failed and not each.late}
+
+
+async def _undo(calls: _Calls, processes: Sequence[CudaProcess]) -> None:
+    """Bring back what a quiesce has changed, the last first; the calls say how far each has come."""
+    began = [each for each in processes if each in calls.began("checkpoint")]
+    locked = [each for each in processes if each in calls.began("lock") and each not in calls.unknown]
+    await _bring_back(calls, began[::-1], locked[::-1])
 
 
 async def wake(
-    tool: Tool, processes: Sequence[CudaProcess], settings: GpuSettings, *, device_map: str = ""
+    tool: Tool,
+    processes: Sequence[CudaProcess],
+    settings: GpuSettings,
+    *,
+    device_map: str = "",
+    unsure: bool = False,
 ) -> dict[str, float]:
     """Restore all the processes, then unlock all, then look once at the state of each.
 
     One that fails does not keep the others from it, and one that runs at the end is well whatever its calls
-    said: so this is also what undoes a dump that stopped anywhere. ``device_map``: ``old=new,...`` by UUID, with
-    every GPU that was checkpointed. Gives the seconds by call.
+    said: so this is also what undoes a dump that stopped anywhere. ``device_map``: ``old=new,...`` by UUID,
+    with every GPU that was checkpointed. ``unsure``: some may be no CUDA processes, which the tool does not
+    know; they are left out. Gives the seconds by call.
 
     :raises CudaError: some are not ``running`` at the end, reason ``CudaNotWoken``; pids, states and what the
         tool said are named.
     """
-    raise NotImplementedError
+    calls = _Calls(tool, settings, device_map)
+    await _bring_back(calls, processes, processes, unsure=unsure)
+    return calls.seconds
+
+
+async def _bring_back(
+    calls: _Calls, checkpointed: Sequence[CudaProcess], locked: Sequence[CudaProcess], *, unsure: bool = False
+) -> None:
+    """Restore and unlock, then see that all of ``locked`` run; those that have ended are nobody's concern."""
+    answers = await calls.all("restore", checkpointed)
+    answers += await calls.all("unlock", locked)
+    bad = [state for state in await calls.all("get-state", locked) if state.failed or state.text != "running"]
+    left = alive(state.process for state in bad)
+    if unsure:
+        unknown = await _unknown(calls, [each.process for each in bad if each.failed and not each.late])
+        left = tuple(each for each in left if each not in unknown)
+    if not left:
+        return
+    said = [str(each) for each in answers if each.failed and each.process in left]
+    states = [
+        str(each) if each.failed else f"{each.process} is {each.text}" for each in bad if each.process in left
+    ]
+    raise CudaError(
+        f"not back on the GPU: {'; '.join([*states, *said])}",
+        remedy="'cuda-checkpoint --get-state --pid PID' shows the state: who is checkpointed wants "
+        "--action restore and then unlock, who is locked only unlock; who has failed can only be ended",
+        reason="CudaNotWoken",
+    )
+
+
+# calls ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came of one call. ``late``: it hit its deadline, or the tool its own, and may have worked."""
+
+    process: CudaProcess
+    call: str
+    text: str
+    failed: bool
+    late: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        said = f"the tool said: {self.text or 'nothing'}"
+        how = f"was cut after {self.seconds:.1f} s" if self.late else "failed"
+        return f"{self.call} of {self.process} {how}, {said}"
+
+
+class _Calls:
+    """Calls of the tool: so many at one time, all with deadlines, and what has begun."""
+
+    def __init__(self, tool: Tool, settings: GpuSettings, device_map: str = "") -> None:
+        self._tool = tool
+        self._settings = settings
+        self._map = device_map
+        self._places = asyncio.Semaphore(settings.parallel)
+        self._began: dict[str, list[CudaProcess]] = {}
+        self.unknown: set[CudaProcess] = set()
+        self.seconds: dict[str, float] = {}
+
+    def began(self, call: str) -> list[CudaProcess]:
+        """List the processes for which a call was started, whatever came of it."""
+        return self._began.get(call, [])
+
+    async def all(self, call: str, processes: Sequence[CudaProcess]) -> list[_Answer]:
+        """Call for each of the processes side by side, to the end of all; one cancelled ends its programs."""
+        began = time.monotonic()
+        tasks = [asyncio.create_task(self._one(call, each)) for each in processes]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await uncut(asyncio.wait(tasks))
+                self.seconds[call] = self.seconds.get(call, 0.0) + time.monotonic() - began
+
+    async def _one(self, call: str, process: CudaProcess) -> _Answer:
+        async with self._places:
+            self._began.setdefault(call, []).append(process)
+            began = time.monotonic()
+            deadline = START_SECONDS
+            deadline += self._settings.lock_seconds if call == "lock" else self._settings.quiesce_seconds
+            code, text = await _run([self._tool.path, *self._words(call, process)], deadline)
+            seconds = time.monotonic() - began
+            late = code is None or (code != 0 and call == "lock" and seconds >= self._settings.lock_seconds)
+            return _Answer(process, call, _said(text), code != 0, late, seconds)
+
+    def _words(self, call: str, process: CudaProcess) -> list[str]:
+        words = [f"--{call}"] if call.startswith("get-") else ["--action", call]
+        words += ["--pid", str(process.pid)]
+        if call == "lock":  # it knows a time for nothing else
+            words += ["--timeout", str(round(self._settings.lock_seconds * 1000))]
+        if call == "restore" and self._map:
+            words += ["--device-map", self._map]
+        return words
+
+
+async def _run(argv: Sequence[str], deadline: float) -> tuple[int | None, str]:
+    """Run the tool; its exit code (None: it was killed at the deadline) and what it printed."""
+    with open(os.memfd_create(NAME), "w+b") as output:  # noqa: PTH123, ASYNC230 - memory, no file
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd="/",
+                env=clean_env(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return -1, f"{argv[0]} cannot be started: {error.strerror}"
+        code: int | None = None
+        try:
+            async with asyncio.timeout(deadline):
+                code = await child.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if child.returncode is None:
+                with suppress(ProcessLookupError):
+                    child.kill()
+                await uncut(asyncio.wait([asyncio.ensure_future(child.wait())], timeout=KILL_SECONDS))
+        output.seek(0)
+        return code, output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+
+
+def _check(answers: Iterable[_Answer]) -> None:
+    """See that all calls have worked.
+
+    :raises CudaError: some have not; reason ``CudaLockTimeout`` if one could not be locked in time.
+    """
+    failed = [each for each in answers if each.failed]
+    if not failed:
+        return
+    waits = any(each.late and each.call == "lock" for each in failed)
+    raise CudaError(
+        f"{NAME}: {'; '.join(map(str, failed))}",
+        remedy="a lock waits for the GPU work of the process: those that work with each other (NCCL) must "
+        "be idle, with their communicators torn down; or raise gpu.lock_seconds"
+        if waits
+        else "see 'What a dump does to the GPU' in docs/gpu.md",
+        reason="CudaLockTimeout" if waits else "",
+    )
 
 
 def _said(text: str) -> str:
     """Cut what the tool printed to one line."""
-    return printable(" ".join(text.split())[:_SHOWN], keep="") or "nothing"
+    return printable(" ".join(text.split())[:_SHOWN], keep="")
 
 
 def _refused(what: str, reason: str) -> RefusedError:
     return RefusedError(
         f"{NAME}: {what}",
-        remedy="see 'GPUs: freezing' in docs/gpu.md, or set gpu.cuda_checkpoint",
+        remedy="install the tool and the driver as NVIDIA ships them, or set gpu.cuda_checkpoint",
         reason=reason,
     )
