@@ -47,6 +47,7 @@ from hibernode.errors import (
     RefusedError,
     StorageError,
 )
+from hibernode.gpu.quiesce import Quiesced, quiesce
 from hibernode.host import netlock
 from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, worker_gone
@@ -86,6 +87,8 @@ class Work:
     argv: tuple[str, ...] = ()
     seen: seal.Description | None = None
     links: tuple[LinkFacts, ...] = ()
+    gpu: Quiesced | None = None
+    note: str = ""
     manifest: Manifest | None = None
     absent: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
 
@@ -152,7 +155,8 @@ class Checkpointer:
 
     async def _make(self, request: Request, started: float) -> Outcome:
         if request.trigger is not Trigger.COMMAND:
-            self._check_attempts(request.id)
+            limits = self.settings.checkpoint
+            self.state.check_attempts(request.id, limits.attempts, limits.attempts_window_seconds)
         container = await asyncio.to_thread(container_of, request.process.pid)
         with contextlib.ExitStack() as held:
             if container is not None and container.init != request.process.key:
@@ -161,7 +165,9 @@ class Checkpointer:
             held.enter_context(self.state.claim(request.process.pid))
             ours = Held(request.id, request.process.key)
             found = await uncut(
-                asyncio.to_thread(recover.make_way, self.store, self.state, self.signals, ours)
+                asyncio.to_thread(
+                    recover.make_way, self.store, self.state, self.signals, ours, gpu=self.settings.gpu
+                )
             )
             if found and not request.replace and (present := self._whole(request.id)) is not None:
                 return self.announce(request, already_there(request, present))
@@ -243,20 +249,32 @@ class Checkpointer:
         work.seen = await _look(work, partial(seal.describe, work.request.process, work.preflight, work.dump))
 
     async def _quiesce_gpu(self, work: Work) -> None:
-        """Where the GPU's processes are locked and checkpointed; no GPU is driven yet."""
+        """Take the tree's CUDA processes off the GPU, after the last look at it."""
         assert work.preflight is not None
         await work.absent.enter_async_context(self._absent(work.request.process.pid))
-        await _look(work, partial(check_cut, work.request.process.pid, work.preflight.door))
+        pid = work.request.process.pid
+        await _look(work, partial(check_cut, pid, work.preflight.door))
+        work.gpu = await quiesce(pid, self.settings.gpu, partial(_look, work), work.journal)
 
     async def _dump(self, work: Work) -> None:
         assert work.criu is not None
         assert work.preflight is not None
         chosen = dump_options(self.settings, work.preflight)
+        if work.gpu is not None:
+            chosen = dataclasses.replace(chosen, libdir=work.gpu.libdir)
         if work.dump is None:
             await self._run_criu(work, chosen)
-            return
+        else:
+            await self._run_criu_on_container(work, work.dump, chosen)
+        if work.gpu is not None and chosen.leave == "running":
+            with work.journal.timed("wake"):
+                work.note = await uncut(work.gpu.wake_or_say(work.journal))
+
+    async def _run_criu_on_container(
+        self, work: Work, dump: ContainerDump, chosen: options.DumpOptions
+    ) -> None:
         async with FrozenHook(partial(self._rootfs, work)) as hook:
-            chosen = containers.options(chosen, work.dump)
+            chosen = containers.options(chosen, dump)
             try:
                 await self._run_criu(work, dataclasses.replace(chosen, action_script=hook.argument))
             except CriuError:
@@ -367,6 +385,7 @@ class Checkpointer:
             phases=phases,
             links=work.links,
             container=containers.facts(work.dump, work.diffs),
+            cuda=work.gpu.facts if work.gpu is not None else None,
         )
         await uncut(asyncio.to_thread(self.store.seal, work.staging, work.manifest))
 
@@ -382,9 +401,11 @@ class Checkpointer:
     async def _undo(self, work: Work, error: BaseException) -> Outcome | None:
         """Put the worker back as it was and forget the images; None when the run was cancelled."""
         await uncut(asyncio.to_thread(_put_back, work))
+        left = await uncut(work.gpu.wake_or_say(work.journal)) if work.gpu is not None else ""
         with contextlib.suppress(OSError):
             work.staging.dir.remove_tree(ARTIFACT)
         ours = as_ours(error)
+        ours.message += left
         with contextlib.suppress(OSError):
             if isinstance(ours, RefusedError) or not isinstance(error, Exception):
                 self.state.attempt_withdrawn(work.request.id)
@@ -429,16 +450,6 @@ class Checkpointer:
             return None
         return artifact
 
-    def _check_attempts(self, id_: CheckpointId) -> None:
-        limit = self.settings.checkpoint.attempts
-        before = self.state.attempts(id_, self.settings.checkpoint.attempts_window_seconds)
-        if before.count >= limit:
-            raise RefusedError(
-                f"{before.count} attempts on {id_} failed (limit {limit}); the last: {before.last_reason}",
-                remedy=f"mend the cause ('hibernode logs {id_}'), then 'hibernode retry {id_}'",
-                reason="AttemptsExhausted",
-            )
-
 
 async def _look(work: Work, look: Callable[[], T]) -> T:
     """Look at the worker and its files, which may hang."""
@@ -479,7 +490,9 @@ def _captured(work: Work) -> Outcome:
         id_,
         success=True,
         reason="Captured",
-        message=f"{id_} captured" + (containers.not_carried(work.dump) if work.dump is not None else ""),
+        message=f"{id_} captured"
+        + (containers.not_carried(work.dump) if work.dump is not None else "")
+        + work.note,
         path=str(work.final_path),
         bytes=work.manifest.total_bytes,
     )

@@ -200,7 +200,9 @@ class Agent:
 
     def _recover(self, *, this_boot: bool = False) -> None:
         """Settle what dead agents and commands were in the middle of, and say so."""
-        for item in recover.recover(self.store, self.state, self.signals, this_boot=this_boot):
+        for item in recover.recover(
+            self.store, self.state, self.signals, this_boot=this_boot, gpu=self.settings.gpu
+        ):
             text = f"{item.kind} found at step {item.step or 'none'}, {item.ending}: {item.message}"
             log.warning("%s: %s", item.id, text)
             self.event_log.add("Warning", "Recovered", item.id, text)

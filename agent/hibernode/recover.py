@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hibernode import links, restored
 from hibernode.apart import FILES_SECONDS, within
@@ -28,17 +28,23 @@ from hibernode.criu.options import DUMP_LOG
 from hibernode.criu.runner import kill_leftovers
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import BusyError, HibernodeError, IntegrityError, NotFoundError, RefusedError
+from hibernode.gpu.quiesce import wake_noted
 from hibernode.host import netlock
 from hibernode.host.freezer import Freezer
 from hibernode.host.procfs import boot_id
 from hibernode.host.safefs import Dir
 from hibernode.journal import Step, read_journal
 from hibernode.restored import Phase, Restored
+from hibernode.settings import GpuSettings
 from hibernode.state import StateDir, read_json
 from hibernode.worker import end_since, noted_key, noted_time, noted_worker, settle_from_note
 from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
 
 log = logging.getLogger("hibernode.recover")
+
+
+NO_GPU: Final = GpuSettings()
+"""For who has no settings: the tool that is in PATH, and the usual deadlines."""
 
 
 class Ending(StrEnum):
@@ -70,10 +76,15 @@ class Held:
 
 
 def recover(
-    store: Store, state: StateDir, signals: SignalDir | None, *, this_boot: bool = False
+    store: Store,
+    state: StateDir,
+    signals: SignalDir | None,
+    *,
+    this_boot: bool = False,
+    gpu: GpuSettings = NO_GPU,
 ) -> Iterator[Recovered]:
     """Deal with every dump and every restore whose owner is gone; see :func:`recover_dumps`."""
-    yield from recover_dumps(store, state, signals, this_boot=this_boot)
+    yield from recover_dumps(store, state, signals, this_boot=this_boot, gpu=gpu)
     for entry in _newest_first(state):
         try:
             yield from _restore(store, state, signals, entry, None)
@@ -82,7 +93,12 @@ def recover(
 
 
 def recover_dumps(
-    store: Store, state: StateDir, signals: SignalDir | None, *, this_boot: bool = False
+    store: Store,
+    state: StateDir,
+    signals: SignalDir | None,
+    *,
+    this_boot: bool = False,
+    gpu: GpuSettings = NO_GPU,
 ) -> Iterator[Recovered]:
     """Deal with every dump whose owner is gone; each is held by its locks, so any process may do this.
 
@@ -93,10 +109,12 @@ def recover_dumps(
         with staging:
             journal = read_journal(staging.dir) or {}
             if not this_boot or journal.get("boot_id") == boot_id():
-                yield from _dump(store, state, signals, staging, None)
+                yield from _dump(store, state, signals, staging, None, gpu=gpu)
 
 
-def make_way(store: Store, state: StateDir, signals: SignalDir | None, held: Held) -> list[Recovered]:
+def make_way(
+    store: Store, state: StateDir, signals: SignalDir | None, held: Held, *, gpu: GpuSettings = NO_GPU
+) -> list[Recovered]:
     """Settle what dead ones have begun with the id or with the process that the caller holds.
 
     :raises BusyError: somebody else is about to settle what was done to the process.
@@ -107,7 +125,7 @@ def make_way(store: Store, state: StateDir, signals: SignalDir | None, held: Hel
             journal = read_journal(staging.dir) or {}
             ours = staging.id == held.id or (held.root is not None and noted_key(journal) == held.root)
             if ours and journal.get("boot_id") == boot_id():
-                found += _dump(store, state, signals, staging, held)
+                found += _dump(store, state, signals, staging, held, gpu=gpu)
     for entry in _newest_first(state):
         into = held.root is not None and entry.target == held.root
         if entry.name != held.name and (into or entry.id == held.id):
@@ -156,11 +174,19 @@ def _alone(
 
 
 def _dump(
-    store: Store, state: StateDir, signals: SignalDir | None, staging: Staging, held: Held | None
+    store: Store,
+    state: StateDir,
+    signals: SignalDir | None,
+    staging: Staging,
+    held: Held | None,
+    *,
+    gpu: GpuSettings,
 ) -> list[Recovered]:
     try:
         with _alone(store, state, staging.id, noted_key(read_journal(staging.dir)), held):
-            return list(_guarded(staging.id, "checkpoint", partial(_checkpoint, store, staging, signals)))
+            seconds = FILES_SECONDS + 4 * (gpu.quiesce_seconds + gpu.start_seconds)
+            work = partial(_checkpoint, store, staging, signals, gpu)
+            return list(_guarded(staging.id, "checkpoint", work, seconds))
     except BusyError:
         log.debug("%s: something else is under way with it or its worker", staging.id)
         return []
@@ -183,15 +209,17 @@ def _restore(
         return list(_guarded(entry.id, "restore", partial(settle, state, signals, entry.name)))
 
 
-def _guarded(id_: CheckpointId, kind: str, work: Callable[[], Recovered]) -> Iterator[Recovered]:
+def _guarded(
+    id_: CheckpointId, kind: str, work: Callable[[], Recovered], seconds: float = FILES_SECONDS
+) -> Iterator[Recovered]:
     """Go on with the others where one cannot be dealt with, or hangs: the next agent tries again."""
     try:
-        yield within(work, f"the {kind} of {id_}", "its recovery", seconds=FILES_SECONDS)
+        yield within(work, f"the {kind} of {id_}", "its recovery", seconds=seconds)
     except (OSError, HibernodeError) as error:
         log.error("%s: the interrupted %s cannot be dealt with: %s", id_, kind, error)  # noqa: TRY400
 
 
-def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None) -> Recovered:
+def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None, gpu: GpuSettings) -> Recovered:
     id_ = staging.id
     journal = read_journal(staging.dir) or {}
     _end_criu(staging, journal)
@@ -201,6 +229,8 @@ def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None) -> Re
             Freezer(Path(directory), version).thaw()
     step = str(journal.get("step", ""))
     worker_lives = settle_from_note(journal)
+    if journal.get("boot_id", boot_id()) == boot_id():
+        wake_noted(journal, gpu)  # if it fails, the journal stays, and whoever comes next tries again
     answers = signals if journal.get("announce", True) else None
 
     if step in (Step.PUBLISH, Step.ANNOUNCE):

@@ -259,7 +259,7 @@ class Restorer:
         """
         held = Held(work.request.id, None, work.directory.path.name)
         if container is None:
-            recover.make_way(self.store, self.state, self.signals, held)
+            recover.make_way(self.store, self.state, self.signals, held, gpu=self.settings.gpu)
             return
         process = work.held.enter_context(hold(container))
         work.held.enter_context(self.state.claim(process.pid))
@@ -267,7 +267,7 @@ class Restorer:
         # On disk before: who settles sees that somebody is waiting for the container.
         work.journal.note(target={"pid": process.pid, "start_ticks": process.key.start_ticks})
         work.journal.write()
-        recover.make_way(self.store, self.state, self.signals, held)
+        recover.make_way(self.store, self.state, self.signals, held, gpu=self.settings.gpu)
         try:
             recover.see_clean(self.state, held)
         except RefusedError:

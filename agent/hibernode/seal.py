@@ -188,6 +188,7 @@ def build_manifest(
     phases: Mapping[str, float],
     links: tuple[m.LinkFacts, ...] = (),
     container: m.ContainerFacts | None = None,
+    cuda: m.CudaFacts | None = None,
 ) -> m.Manifest:
     """Put the manifest together. The tree and its rights are read from the images: as it was frozen."""
     uname = os.uname()
@@ -233,6 +234,7 @@ def build_manifest(
         total_bytes=sum(entry.size for entry in files),
         phases=dict(phases),
         container=container,
+        cuda=cuda,
     )
 
 

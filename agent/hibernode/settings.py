@@ -230,6 +230,12 @@ class GpuSettings(_Section):
     quiesce_seconds: Seconds = Field(
         300.0, ge=0.1, le=86400, description="for one other call of cuda-checkpoint, which copies GPU memory"
     )
+    start_seconds: Seconds = Field(
+        30.0,
+        ge=0.1,
+        le=86400,
+        description="for a call of cuda-checkpoint to start and reach the driver",
+    )
     parallel: Count = Field(16, ge=1, le=256, description="calls of cuda-checkpoint at one time")
 
 

@@ -103,6 +103,19 @@ class StateDir:
             return Attempts(0, "", 0.0)
         return Attempts(len(kept), str(kept[-1].get("reason", "")), float(kept[-1]["time"]))
 
+    def check_attempts(self, id_: CheckpointId, limit: int, window: float) -> None:
+        """See that fewer than ``limit`` attempts on an id have failed within ``window`` seconds.
+
+        :raises RefusedError: reason ``AttemptsExhausted``.
+        """
+        before = self.attempts(id_, window)
+        if before.count >= limit:
+            raise RefusedError(
+                f"{before.count} attempts on {id_} failed (limit {limit}); the last: {before.last_reason}",
+                remedy=f"mend the cause ('hibernode logs {id_}'), then 'hibernode retry {id_}'",
+                reason="AttemptsExhausted",
+            )
+
     def attempt_begins(self, name: str) -> None:
         """Count an attempt before it starts, so that one which kills the agent is counted too."""
         entries = self._entries(name)[-100:]

@@ -55,7 +55,9 @@ def _recover(settings: Settings, store: Store, *, dry_run: bool) -> list[dict[st
         ]
     return [
         {"id": item.id, "ending": item.ending.value, "message": item.message}
-        for item in recover_dumps(store, StateDir.open(settings.state_dir), open_signals(settings))
+        for item in recover_dumps(
+            store, StateDir.open(settings.state_dir), open_signals(settings), gpu=settings.gpu
+        )
     ]
 
 

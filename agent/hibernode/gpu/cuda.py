@@ -37,9 +37,6 @@ NAME: Final = "cuda-checkpoint"
 LIBCUDA: Final = "libcuda.so"
 DEVICES: Final = "/dev/nvidia"
 
-START_SECONDS: Final = 30.0
-"""What a call may take besides its work: to start and to attach to the driver, 2.7 s on real nodes."""
-
 KILL_SECONDS: Final = 5.0
 """A call that was killed and is not gone by then waits in the driver; it is left behind."""
 
@@ -106,11 +103,11 @@ def find_tool(settings: GpuSettings) -> Tool:
     driver = ""
     with suppress(OSError):
         driver = Path("/sys/module/nvidia/version").read_text()
-    return Tool(str(real), _version(str(real), (signature(real), driver)))
+    return Tool(str(real), _version(str(real), settings.start_seconds, (signature(real), driver)))
 
 
 @functools.lru_cache(maxsize=4)
-def _version(path: str, _changes: object) -> str:
+def _version(path: str, seconds: float, _changes: object) -> str:
     """Read the version from the help, which comes from the driver and so shows that it can be reached."""
     with open(os.memfd_create(NAME), "w+b") as output:  # noqa: PTH123 - a pipe could be kept open by a child
         try:
@@ -121,12 +118,12 @@ def _version(path: str, _changes: object) -> str:
                 stderr=subprocess.STDOUT,
                 cwd="/",
                 env=clean_env(),
-                timeout=START_SECONDS,
+                timeout=seconds,
                 check=False,
                 start_new_session=True,
             ).returncode
         except subprocess.TimeoutExpired:
-            raise _refused(f"{path} did not answer in {START_SECONDS:g} s", "CudaCheckpointBroken") from None
+            raise _refused(f"{path} did not answer in {seconds:g} s", "CudaCheckpointBroken") from None
         except OSError as error:
             raise _refused(f"{path} cannot be started: {error.strerror}", "CudaCheckpointBroken") from None
         output.seek(0)
@@ -333,7 +330,7 @@ class _Calls:
         async with self._places:
             self._began.setdefault(call, []).append(process)
             began = time.monotonic()
-            deadline = START_SECONDS
+            deadline = self._settings.start_seconds
             deadline += self._settings.lock_seconds if call == "lock" else self._settings.quiesce_seconds
             code, text = await _run([self._tool.path, *self._words(call, process)], deadline)
             seconds = time.monotonic() - began

@@ -35,6 +35,8 @@ CONSOLES: Final = range(64)
 DUMPABLE_MAJORS: Final = frozenset({MEM_MAJOR, *range(128, 137), 188, 204})
 """Memory devices, pseudo terminals (masters, the first slave major), USB and low-density serial lines."""
 
+GPU_DEVICES: Final = "/dev/nvidia"
+
 DEVICE_ZERO: Final = os.makedev(1, 5)
 CONTROLLING_TTY: Final = os.makedev(TTYAUX_MAJOR, 0)
 STDIO: Final = range(3)
@@ -49,7 +51,7 @@ def findings(facts: Facts, settings: Settings) -> list[Finding]:
     return [
         check_io_uring(facts),
         check_anon_inodes(facts),
-        check_devices(facts),
+        check_devices(facts, settings),
         check_pidfds(facts),
         check_paths(facts),
         check_pipes(facts),
@@ -108,14 +110,22 @@ def check_anon_inodes(facts: Facts) -> Finding:
     )
 
 
-def check_devices(facts: Facts) -> Finding:
-    """Check that there are only devices that CRIU can open anew."""
+def check_devices(facts: Facts, settings: Settings) -> Finding:
+    """Check that there are only devices that CRIU can open anew.
+
+    Those of NVIDIA's are the quiesce step's concern: it takes the processes off the GPU, then looks again.
+    """
+    quiesced = settings.gpu.quiesce != "none"
 
     def offenders() -> Iterator[str]:
         for task, fd in facts.descriptors():
+            if quiesced and fd.target.startswith(GPU_DEVICES):
+                continue
             if _is_device(fd.mode) and not _dumpable(fd.mode, fd.rdev):
                 yield f"pid {task.pid} fd {fd.fd} ({_device(fd.target, fd.rdev)})"
         for mapping in facts.mapped:
+            if quiesced and mapping.path.startswith(GPU_DEVICES):
+                continue
             if _is_device(mapping.mode) and mapping.rdev != DEVICE_ZERO:
                 yield f"pid {mapping.pid} mapping {mapping.start:x} ({_device(mapping.path, mapping.rdev)})"
 

@@ -1,0 +1,265 @@
+"""The quiesce step of a dump: which CUDA processes there are, who takes them off the GPU, and the way back.
+
+What was done stands in the journal before it is done, so that whoever finds a dead agent's dump can wake the
+processes. They are known there by pid and start; the tool is that of the settings, never one that a file
+names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from hibernode.apart import uncut
+from hibernode.artifact.manifest import CudaFacts, CudaProcessFacts, GpuFacts
+from hibernode.criu.find import clean_env, untrusted
+from hibernode.criu.options import NO_PLUGINS
+from hibernode.errors import DeadlineError, HibernodeError, NotFoundError, RefusedError
+from hibernode.gpu import cuda
+from hibernode.gpu.calls import Calls
+from hibernode.gpu.cuda import CudaProcess, Tool
+from hibernode.gpu.nvml import Nvml, NvmlError
+from hibernode.gpu.state import Gpu
+from hibernode.host import procfs
+from hibernode.journal import Journal
+from hibernode.settings import GpuSettings
+from hibernode.worker import noted_key
+
+log = logging.getLogger("hibernode.gpu")
+
+NOTE: Final = "cuda"
+PLUGIN: Final = "cuda_plugin.so"
+LEFT_SECONDS: Final = 5.0
+"""A call that a dead agent has left behind may still be at work; then it is ended."""
+
+Look = Callable[[Callable[[], tuple[CudaProcess, ...]]], Awaitable[tuple[CudaProcess, ...]]]
+"""Runs a look at the worker, which may hang, apart."""
+
+
+@dataclass(slots=True)
+class Quiesced:
+    """CUDA processes that are off the GPU, or, with CRIU's plugin, will be while CRIU works."""
+
+    tool: Tool
+    settings: GpuSettings
+    facts: CudaFacts
+    processes: tuple[CudaProcess, ...]
+    libdir: str = NO_PLUGINS
+    awake: bool = False
+
+    async def wake(self, journal: Journal) -> None:
+        """Bring the processes that live back onto the GPU; once.
+
+        :raises CudaError: some could not be brought back.
+        """
+        if not self.awake:
+            self.awake = True
+            await cuda.wake(self.tool, cuda.alive(self.processes), self.settings)
+            journal.note(**{NOTE: None})
+
+    async def wake_or_say(self, journal: Journal) -> str:
+        """Wake them; what the answer to the dump must say of it, empty if all is well."""
+        try:
+            await self.wake(journal)
+        except HibernodeError as error:
+            log.error("%s", error)  # noqa: TRY400
+            return f"; the worker is not back on its GPU: {error.message}"
+        return ""
+
+
+async def quiesce(pid: int, settings: GpuSettings, look: Look, journal: Journal) -> Quiesced | None:
+    """Take the CUDA processes of a tree off the GPU as ``gpu.quiesce`` says; None: there is nothing to do.
+
+    :raises CudaError: a call failed; all is as it was.
+    :raises HibernodeError: the tool or the plugin is not there or not to be trusted, reason
+        ``GpuDeviceOpen``: a process keeps a device open; ``CudaTreeChanged``: one began to use CUDA later.
+    """
+    if settings.quiesce == "none":
+        return None
+    processes = await look(partial(cuda.cuda_processes, pid))
+    if not processes:
+        return None
+    try:
+        tool = await asyncio.to_thread(cuda.find_tool, settings)
+    except NotFoundError:
+        if settings.quiesce == "auto" and not any(each.devices for each in processes):
+            return None  # it is linked with CUDA, and there is no driver to use it with
+        raise
+    by_plugin = settings.quiesce == "criu-plugin"
+    libdir = _plugins(settings, tool) if by_plugin else NO_PLUGINS
+    driver, gpus, used = await _gpus(settings, processes)
+
+    def noted(held: Sequence[CudaProcess]) -> None:
+        journal.note(**{NOTE: [_note(each) for each in held]})
+        journal.write()
+
+    seconds: dict[str, float] = {}
+    held = processes
+    if by_plugin:
+        noted(processes)
+    else:
+        held, seconds = await cuda.quiesce(tool, processes, settings, noted)
+    facts = CudaFacts(
+        strategy="criu-plugin" if by_plugin else "cuda-checkpoint",
+        driver=driver,
+        tool=tool.version,
+        gpus=gpus,
+        processes=tuple(
+            CudaProcessFacts(
+                ns_pid=each.ns_pid,
+                comm=each.comm,
+                gpu_bytes=used.get(each.pid, 0),
+                state="plugin" if by_plugin else "checkpointed",
+            )
+            for each in held
+        ),
+        seconds={call: seconds[call] for call in ("lock", "checkpoint") if call in seconds},
+    )
+    done = Quiesced(tool, settings, facts, held, libdir)
+    if not by_plugin:
+        try:
+            _see_free(processes, await look(partial(cuda.cuda_processes, pid)))
+        except BaseException:
+            await uncut(done.wake(journal))
+            raise
+    return done if held else None
+
+
+def _see_free(before: Sequence[CudaProcess], now: Sequence[CudaProcess]) -> None:
+    """See that no process has a device of the GPU any more, nor has begun to use CUDA."""
+    if holding := [str(each) for each in now if each.devices]:
+        raise RefusedError(
+            f"a device of NVIDIA's is still open in {', '.join(holding)}",
+            remedy="a process that only uses NVML, or was forked from one that uses CUDA, must close "
+            f"{cuda.DEVICES}* before it is ready",
+            reason="GpuDeviceOpen",
+        )
+    known = {(each.pid, each.start_ticks) for each in before}
+    if new := [str(each) for each in now if (each.pid, each.start_ticks) not in known]:
+        raise RefusedError(
+            f"began to use CUDA while the others were taken off the GPU: {', '.join(new)}",
+            remedy="the worker must have started all of its processes before it says that it is ready",
+            reason="CudaTreeChanged",
+        )
+
+
+def _plugins(settings: GpuSettings, tool: Tool) -> str:
+    """Check CRIU's plugin, which CRIU loads as root, with all else in its directory."""
+    directory = settings.criu_plugins
+    problem = ""
+    if not (directory / PLUGIN).is_file():
+        problem = f"{directory} has no {PLUGIN}"
+    elif bad := next(filter(None, (untrusted(path.resolve()) for path in directory.glob("*.so"))), None):
+        problem = f"{bad[0]} {bad[1]}"
+    elif str(Path(tool.path).parent) not in clean_env()["PATH"].split(":"):
+        problem = f"the plugin finds {cuda.NAME} only in {clean_env()['PATH']}, but it is {tool.path}"
+    if problem:
+        raise RefusedError(
+            f"gpu.quiesce is criu-plugin: {problem}",
+            remedy="set gpu.criu_plugins to the directory of CRIU's CUDA plugin, or gpu.quiesce to "
+            "cuda-checkpoint, which needs no plugin",
+            reason="CriuPluginUnusable",
+        )
+    return str(directory)
+
+
+# what NVML says of them -----------------------------------------------------------------------------------
+
+
+async def _gpus(
+    settings: GpuSettings, processes: Sequence[CudaProcess]
+) -> tuple[str, tuple[GpuFacts, ...], dict[int, int]]:
+    """Ask NVML once for the driver's version, the GPUs that the processes use, and how much each process has.
+
+    Without NVML all of it is empty: these are facts for a restore to compare, not a condition of a dump.
+    """
+    if not settings.enabled:
+        return "", (), {}
+    calls = Calls()
+    try:
+        driver, found = await calls.run("NVML", _ask, settings.deadline_seconds)
+    except (DeadlineError, NvmlError):
+        return "", (), {}
+    finally:
+        calls.close()
+    pids = {each.pid for each in processes}
+    used: dict[int, int] = {}
+    gpus = []
+    for gpu in found:
+        here = [each for each in gpu.processes or () if each.pid in pids]
+        for each in here:
+            used[each.pid] = used.get(each.pid, 0) + (each.memory_bytes or 0)
+        if here:
+            total = gpu.readings.memory_total_bytes or 0
+            gpus.append(GpuFacts(uuid=gpu.uuid, model=gpu.name, memory_bytes=total))
+    return driver, tuple(gpus), used
+
+
+def _ask() -> tuple[str, list[Gpu]]:
+    nvml = Nvml()
+    nvml.start()
+    try:
+        found = []
+        for index in range(nvml.count()):
+            with suppress(NvmlError):
+                found.append(nvml.gpu(index))
+        return nvml.versions().driver or "", found
+    finally:
+        nvml.stop(0.0)
+
+
+# what a dead agent has left -------------------------------------------------------------------------------
+
+
+def _note(process: CudaProcess) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "start_ticks": process.start_ticks,
+        "ns_pid": process.ns_pid,
+        "comm": process.comm,
+    }
+
+
+def wake_noted(journal: dict[str, Any], settings: GpuSettings) -> None:
+    """Wake the processes that a dead agent has noted, wherever it has stopped. Blocks.
+
+    :raises CudaError: some are not back on the GPU.
+    :raises HibernodeError: there is no tool to do it with.
+    """
+    noted = journal.get(NOTE)
+    keys = [key for each in noted if (key := noted_key(each))] if isinstance(noted, list) else []
+    processes = cuda.alive([CudaProcess(key.pid, key.pid, "noted", key.start_ticks) for key in keys])
+    if processes:
+        tool = cuda.find_tool(settings)
+        _end_left(tool, {each.pid for each in processes})
+        asyncio.run(cuda.wake(tool, processes, settings, unsure=True))
+
+
+def _end_left(tool: Tool, pids: set[int]) -> None:
+    """Wait for the calls that a dead agent has left behind for these processes, then end them."""
+    deadline = time.monotonic() + LEFT_SECONDS
+    while left := [pid for pid in procfs.all_stats() if _at(tool, pid, pids)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                with suppress(ProcessLookupError), procfs.Process.open(pid) as process:
+                    if _at(tool, pid, pids):
+                        process.send_signal(signal.SIGKILL)
+            deadline = time.monotonic() + LEFT_SECONDS
+        time.sleep(0.02)
+
+
+def _at(tool: Tool, pid: int, pids: set[int]) -> bool:
+    """Tell whether a process is a call of the tool for one of ``pids``."""
+    with suppress(OSError):
+        words = procfs.cmdline(pid)
+        if procfs.exe(pid) == tool.path and "--pid" in words[:-1]:
+            return words[words.index("--pid") + 1] in map(str, pids)
+    return False

@@ -1,0 +1,153 @@
+"""Dumps of trees that use CUDA: off the GPU before CRIU works, and back on it whatever fails."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import cuda_kit
+from tests.gpu.cuda_kit import CudaTool
+from tests.real.node import HIBERNODE, Node, read_json, state_letter, until
+
+pytestmark = [pytest.mark.gpu, pytest.mark.criu]
+
+PROCESSES = 5
+RUNNING = ["running"] * PROCESSES
+FAILURES = [
+    *(f"fail {call} {number}" for call in ("lock", "checkpoint") for number in range(1, PROCESSES + 1)),
+    "busy lock 2",
+    "hang lock 3",
+    "half lock 1",
+    "hang checkpoint 4",
+    "half checkpoint 5",
+]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the stand-ins."""
+    return cuda_kit.build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def tool(node: Node, built: Path) -> CudaTool:
+    """Give this test's own tool, and settings that use it."""
+    made = CudaTool(node.base / "cuda", built)
+    node.config |= {
+        "GPU_CUDA_CHECKPOINT": str(made.path),
+        "GPU_LOCK_SECONDS": "0.3",
+        "GPU_START_SECONDS": "1",
+        "GPU_QUIESCE_SECONDS": "1",
+    }
+    return made
+
+
+@pytest.fixture
+def root(tool: CudaTool) -> Iterator[int]:
+    """Run the tree."""
+    with tool.tree(PROCESSES) as pid:
+        yield pid
+
+
+def dump(node: Node, root: int, *more: str, **settings: str) -> dict[str, Any]:
+    """Dump the tree by the command, and give its answer."""
+    done = node.run("checkpoint", "--pid", root, *more, "-o", "json", check=None, **settings)
+    answer: dict[str, Any] = json.loads(done.stdout or done.stderr)
+    return answer
+
+
+def free(tool: CudaTool, root: int) -> bool:
+    """Whether the tree runs, none of it stopped, all of it on the GPU."""
+    return tool.states(root) == RUNNING and state_letter(root) == "S"
+
+
+def test_a_dump_takes_the_tree_off_the_gpu_and_back_with_few_calls(
+    node: Node, tool: CudaTool, root: int
+) -> None:
+    """Two calls a process before CRIU, three after it; the manifest tells who was on the GPU."""
+    answer = dump(node, root)
+    assert answer["success"], answer
+    assert free(tool, root)
+    assert len(tool.calls()) == 5 * PROCESSES
+    manifest = read_json(Path(answer["path"]) / "manifest.json")
+    assert manifest is not None
+    facts = manifest["cuda"]
+    assert (facts["strategy"], facts["tool"]) == ("cuda-checkpoint", cuda_kit.VERSION)
+    assert [each["state"] for each in facts["processes"]] == ["checkpointed"] * PROCESSES
+    assert set(facts["seconds"]) == {"lock", "checkpoint"}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_call_that_fails_leaves_the_tree_running_and_unlocked(
+    node: Node, tool: CudaTool, root: int, failure: str
+) -> None:
+    """Whichever call fails or hangs: nothing is dumped, the answer names it, and every process is back."""
+    tool.control(failure)
+    answer = dump(node, root)
+    assert not answer["success"]
+    assert answer["reason"] in ("CudaCheckpointFailed", "CudaLockTimeout"), answer
+    assert failure.split()[1] + " of pid" in answer["message"]
+    assert free(tool, root)
+
+
+def test_a_criu_that_fails_leaves_the_tree_on_the_gpu(node: Node, tool: CudaTool, root: int) -> None:
+    """What fails later wakes the processes too."""
+    fake = node.base / "criu"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Version: 4.2.1" && exit 0\nexit 1\n')
+    fake.chmod(0o755)
+    answer = dump(node, root, CRIU_BINARY=str(fake))
+    assert not answer["success"], answer
+    assert tool.count("checkpoint") == PROCESSES
+    assert free(tool, root)
+
+
+@pytest.mark.parametrize("where", ["lock 4", "checkpoint 3", "restore 2"])
+def test_an_agent_that_is_killed_leaves_processes_that_the_next_one_wakes(
+    node: Node, tool: CudaTool, root: int, where: str
+) -> None:
+    """The journal tells the next agent who was off the GPU; a call that was left behind is ended first."""
+    tool.control(f"half {where}")
+    call, number = where.split()
+    command = subprocess.Popen(
+        [HIBERNODE, "checkpoint", "--pid", str(root)],
+        env=node.env(GPU_START_SECONDS="60"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until("call", lambda: tool.count(call) >= int(number))
+    command.send_signal(signal.SIGKILL)
+    command.wait()
+    assert tool.states(root) != RUNNING
+    tool.control()
+    node.run("gc")
+    assert free(tool, root)
+
+
+def test_a_process_that_only_has_the_library_is_left_alone(node: Node, tool: CudaTool) -> None:
+    """Who is linked with CUDA and has never begun it is asked for once, and is no reason to fail."""
+    with tool.tree(PROCESSES - 1, 1) as root:
+        answer = dump(node, root)
+        assert answer["success"], answer
+        assert tool.count("get-restore-tid") == 1
+        assert tool.states(root)[: PROCESSES - 1] == RUNNING[1:]
+
+
+def test_a_worker_that_is_killed_by_its_dump_is_not_woken(node: Node, tool: CudaTool, root: int) -> None:
+    """With leave=killed there is nobody to wake."""
+    answer = dump(node, root, CHECKPOINT_LEAVE="killed")
+    assert answer["success"], answer
+    assert tool.count("restore") == 0
+
+
+def test_the_plugin_is_refused_where_there_is_none(node: Node, tool: CudaTool, root: int) -> None:
+    """The other strategy needs a file, which is named; nothing was touched."""
+    answer = dump(node, root, GPU_QUIESCE="criu-plugin", GPU_CRIU_PLUGINS=str(node.base))
+    assert answer["reason"] == "CriuPluginUnusable"
+    assert "cuda_plugin.so" in answer["message"]
+    assert tool.calls() == []
