@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,11 +53,13 @@ def root(tool: CudaTool) -> Iterator[int]:
         yield pid
 
 
-def dump(node: Node, root: int, *more: str, **settings: str) -> dict[str, Any]:
-    """Dump the tree by the command, and give its answer."""
-    done = node.run("checkpoint", "--pid", root, *more, "-o", "json", check=None, **settings)
-    answer: dict[str, Any] = json.loads(done.stdout or done.stderr)
-    return answer
+def dump(node: Node, root: int, *, ok: bool = True, **settings: str) -> str:
+    """Dump the tree by the command; gives the id, or of one that is to fail what it said."""
+    id_ = node.new_id()
+    done = node.run("checkpoint", "--pid", root, "--id", id_, check=None, **settings)
+    assert (done.returncode == 0) == ok, (done.stdout, done.stderr)
+    assert node.final_name(id_) == ("whole" if ok else "absent")
+    return id_ if ok else done.stderr
 
 
 def free(tool: CudaTool, root: int) -> bool:
@@ -71,11 +71,10 @@ def test_a_dump_takes_the_tree_off_the_gpu_and_back_with_few_calls(
     node: Node, tool: CudaTool, root: int
 ) -> None:
     """Two calls a process before CRIU, three after it; the manifest tells who was on the GPU."""
-    answer = dump(node, root)
-    assert answer["success"], answer
+    id_ = dump(node, root)
     assert free(tool, root)
     assert len(tool.calls()) == 5 * PROCESSES
-    manifest = read_json(Path(answer["path"]) / "manifest.json")
+    manifest = read_json(node.store / id_ / "manifest.json")
     assert manifest is not None
     facts = manifest["cuda"]
     assert (facts["strategy"], facts["tool"]) == ("cuda-checkpoint", cuda_kit.VERSION)
@@ -89,10 +88,7 @@ def test_a_call_that_fails_leaves_the_tree_running_and_unlocked(
 ) -> None:
     """Whichever call fails or hangs: nothing is dumped, the answer names it, and every process is back."""
     tool.control(failure)
-    answer = dump(node, root)
-    assert not answer["success"]
-    assert answer["reason"] in ("CudaCheckpointFailed", "CudaLockTimeout"), answer
-    assert failure.split()[1] + " of pid" in answer["message"]
+    assert failure.split()[1] + " of pid" in dump(node, root, ok=False)
     assert free(tool, root)
 
 
@@ -101,8 +97,7 @@ def test_a_criu_that_fails_leaves_the_tree_on_the_gpu(node: Node, tool: CudaTool
     fake = node.base / "criu"
     fake.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Version: 4.2.1" && exit 0\nexit 1\n')
     fake.chmod(0o755)
-    answer = dump(node, root, CRIU_BINARY=str(fake))
-    assert not answer["success"], answer
+    dump(node, root, ok=False, CRIU_BINARY=str(fake))
     assert tool.count("checkpoint") == PROCESSES
     assert free(tool, root)
 
@@ -132,22 +127,19 @@ def test_an_agent_that_is_killed_leaves_processes_that_the_next_one_wakes(
 def test_a_process_that_only_has_the_library_is_left_alone(node: Node, tool: CudaTool) -> None:
     """Who is linked with CUDA and has never begun it is asked for once, and is no reason to fail."""
     with tool.tree(PROCESSES - 1, 1) as root:
-        answer = dump(node, root)
-        assert answer["success"], answer
+        dump(node, root)
         assert tool.count("get-restore-tid") == 1
         assert tool.states(root)[: PROCESSES - 1] == RUNNING[1:]
 
 
 def test_a_worker_that_is_killed_by_its_dump_is_not_woken(node: Node, tool: CudaTool, root: int) -> None:
     """With leave=killed there is nobody to wake."""
-    answer = dump(node, root, CHECKPOINT_LEAVE="killed")
-    assert answer["success"], answer
+    dump(node, root, CHECKPOINT_LEAVE="killed")
     assert tool.count("restore") == 0
 
 
 def test_the_plugin_is_refused_where_there_is_none(node: Node, tool: CudaTool, root: int) -> None:
     """The other strategy needs a file, which is named; nothing was touched."""
-    answer = dump(node, root, GPU_QUIESCE="criu-plugin", GPU_CRIU_PLUGINS=str(node.base))
-    assert answer["reason"] == "CriuPluginUnusable"
-    assert "cuda_plugin.so" in answer["message"]
+    said = dump(node, root, ok=False, GPU_QUIESCE="criu-plugin", GPU_CRIU_PLUGINS=str(node.base))
+    assert "has no cuda_plugin.so" in said
     assert tool.calls() == []
