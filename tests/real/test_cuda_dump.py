@@ -80,6 +80,7 @@ def test_a_dump_takes_the_tree_off_the_gpu_and_back_with_few_calls(
     assert (facts["strategy"], facts["tool"]) == ("cuda-checkpoint", cuda_kit.VERSION)
     assert [each["state"] for each in facts["processes"]] == ["checkpointed"] * PROCESSES
     assert set(facts["seconds"]) == {"lock", "checkpoint"}
+    assert f"{root} worker: checkpointed" in node.run("inspect", id_).stdout
 
 
 @pytest.mark.parametrize("failure", FAILURES)

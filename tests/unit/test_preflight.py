@@ -159,12 +159,12 @@ CASES: list[tuple[str, Facts, str, Verdict, tuple[str, ...]]] = [
     *((f"{path} cannot be dumped", fds(device(3, path, *number)), "tree.devices", FAIL,
        ("pid 100 fd 3", path, f"{number[0]}:{number[1]}", "DeviceInUse"))
       for path, number in {
-          "/dev/fuse": (10, 229), "/dev/kvm": (10, 232), "/dev/net/tun": (10, 200), "/dev/nvidia0": (195, 0),
-          "/dev/nvidiactl": (195, 255), "/dev/ttyS0": (4, 64), "/dev/pts/300": (137, 44),
+          "/dev/fuse": (10, 229), "/dev/kvm": (10, 232), "/dev/net/tun": (10, 200), "/dev/dri/card0": (226, 0),
+          "/dev/kfd": (510, 0), "/dev/ttyS0": (4, 64), "/dev/pts/300": (137, 44),
       }.items()),
     ("a block device cannot be dumped", fds(device(3, "/dev/loop0", 7, 0, BLK)), "tree.devices", FAIL, ("7:0",)),
     ("a mapped device cannot be dumped",
-     make_facts(mapped=(OddMapping(ROOT, 0xA000, "/dev/nvidia-uvm", CHR, os.makedev(510, 0)),)),
+     make_facts(mapped=(OddMapping(ROOT, 0xA000, "/dev/kfd", CHR, os.makedev(510, 0)),)),
      "tree.devices", FAIL, ("pid 100 mapping a000", "510:0")),
     ("a private mapping of /dev/zero is memory",
      make_facts(mapped=(OddMapping(ROOT, 0xA000, "/dev/zero", CHR, os.makedev(1, 5)),)), "tree.devices", OK, ()),
@@ -519,3 +519,13 @@ def test_long_lists_are_cut() -> None:
 def test_sizes_for_people(count: int, text: str) -> None:
     """Sizes are said in the unit that fits."""
     assert size(count) == text
+
+
+@pytest.mark.parametrize(("quiesce", "verdict"), [("auto", OK), ("criu-plugin", OK), ("none", FAIL)])
+def test_nvidias_devices_are_refused_only_where_nobody_takes_the_process_off_the_gpu(
+    quiesce: str, verdict: Verdict
+) -> None:
+    """The quiesce step has the last word on them, after the processes should have let them go."""
+    settings = Settings.model_validate({"gpu": {"quiesce": quiesce}})
+    mapped = (OddMapping(ROOT, 0xA000, "/dev/nvidia-uvm", CHR, os.makedev(510, 0)),)
+    assert one(dump_findings(make_facts(mapped=mapped), settings), "tree.devices").verdict is verdict

@@ -16,7 +16,7 @@ from hibernode.text import printable
 from hibernode.workload import CheckpointId
 
 if TYPE_CHECKING:
-    from hibernode.artifact.manifest import ContainerFacts, Manifest
+    from hibernode.artifact.manifest import ContainerFacts, CudaFacts, Manifest
     from hibernode.artifact.store import ArtifactInfo, Store
 
 ID_DIGITS = 12
@@ -105,6 +105,7 @@ def _tree(manifest: Manifest, path: str) -> str:
         f"│            seccomp mode {process.seccomp_mode}",
         f"│            {' '.join(process.cmdline)[:200]}",
         *_container(manifest.container),
+        *_cuda(manifest.cuda),
         f"├─ contract  {manifest.contract.era or 'none'} {manifest.contract.signal_file}",
         "├─ processes",
     ]
@@ -120,6 +121,20 @@ def _tree(manifest: Manifest, path: str) -> str:
     lines.append("└─ phases")
     lines += [f"   {human_seconds(value):>10}  {name}" for name, value in manifest.phases.items()]
     return "\n".join(printable(line, keep="") for line in lines)
+
+
+def _cuda(facts: CudaFacts | None) -> list[str]:
+    if facts is None:
+        return []
+    versions = ", ".join(
+        f"{name} {value}" for name, value in (("driver", facts.driver), ("tool", facts.tool)) if value
+    )
+    gpus = [f"│            {gpu.uuid} {gpu.model}, {human_bytes(gpu.memory_bytes)}" for gpu in facts.gpus]
+    processes = [
+        f"│            {each.ns_pid} {each.comm}: {each.state}, {human_bytes(each.gpu_bytes)} on the GPU"
+        for each in facts.processes
+    ]
+    return [f"├─ cuda      {facts.strategy}, {versions}", *gpus, *processes]
 
 
 def _container(facts: ContainerFacts | None) -> list[str]:
