@@ -56,6 +56,7 @@ def main() -> int:
             agent.flood(report, base, 1000 if args.quick else 10_000)
         if "gpu" in wanted:
             gpu.poll(report, base, 10 if args.quick else 100)
+            gpu.quiesce(report, base, 3 if args.quick else 11)
         if "metadata" in wanted:
             metadata.measure(report, base, quick=args.quick)
     finally:
