@@ -1,0 +1,91 @@
+"""What the quiesce step asks NVML, what it refuses, and which tool it runs; no dump."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hibernode.errors import HibernodeError
+from hibernode.gpu import cuda, quiesce
+from hibernode.gpu.cuda import CudaProcess
+from hibernode.settings import GpuSettings
+from tests.gpu.fixtures import library, stub
+from tests.gpu.kit import GIB, Stub, uuid
+
+__all__ = ["library", "stub"]  # fixtures
+pytestmark = pytest.mark.gpu
+
+ONE, TWO = CudaProcess(101, 7, "one", 5), CudaProcess(102, 8, "two", 6)
+
+
+async def test_the_manifest_gets_the_gpus_that_the_tree_uses_and_what_it_has_there(stub: Stub) -> None:
+    """A GPU of others is not in it; a process on two GPUs has the sum."""
+    for index in range(3):
+        stub.add_gpu(index)
+    stub.add_process(0, 999)
+    stub.add_process(1, ONE.pid, 2 * GIB)
+    stub.add_process(2, ONE.pid, GIB)
+    driver, gpus, used = await quiesce._gpus(GpuSettings(deadline_seconds=30), [ONE, TWO])
+    assert driver == "570.86.10"
+    assert [(gpu.uuid, gpu.memory_bytes) for gpu in gpus] == [(uuid(1), 80 * GIB), (uuid(2), 80 * GIB)]
+    assert used == {ONE.pid: 3 * GIB}
+
+
+@pytest.mark.parametrize("settings", [GpuSettings(deadline_seconds=0.1), GpuSettings(enabled=False)])
+async def test_a_silent_nvml_is_no_reason_to_fail(stub: Stub, settings: GpuSettings) -> None:
+    """The facts are empty then."""
+    stub.add_gpu(0)
+    with stub.saying("hang DeviceGetCount_v2 -1", "hang DeviceGetCount -1", "hang Init -1"):
+        assert await quiesce._gpus(settings, [ONE]) == ("", (), {})
+
+
+def test_who_keeps_a_device_open_or_comes_late_is_named() -> None:
+    """Both would make CRIU fail, or escape from the dump."""
+    quiesce._see_free([ONE, TWO], [TWO, ONE])
+    holding = CudaProcess(103, 9, "nvml", 7, devices=True)
+    with pytest.raises(HibernodeError, match=r"open in pid 103 \(nvml\)") as caught:
+        quiesce._see_free([ONE, holding], [ONE, holding])
+    assert caught.value.reason == "GpuDeviceOpen"
+    with pytest.raises(HibernodeError, match=r"pid 102 \(two\)") as caught:
+        quiesce._see_free([ONE], [ONE, TWO])
+    assert caught.value.reason == "CudaTreeChanged"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("", "CudaCheckpointMissing"),
+        ("exit 127", "CudaCheckpointBroken"),
+        ("echo Version 550.54.14. --toggle", "CudaCheckpointTooOld"),
+    ],
+)
+def test_a_tool_that_cannot_do_it_is_refused(tmp_path: Path, script: str, reason: str) -> None:
+    """Absent, without a driver behind it, or too old."""
+    path = tmp_path / "cuda-checkpoint"
+    if script:
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    with pytest.raises(HibernodeError) as caught:
+        cuda.find_tool(GpuSettings(cuda_checkpoint=str(path)))
+    assert caught.value.reason == reason
+
+
+def test_a_tool_or_a_plugin_that_others_could_change_is_not_run(tmp_path: Path) -> None:
+    """Both run as root."""
+    path = tmp_path / "cuda-checkpoint"
+    path.write_text("#!/bin/sh\necho Version 580.65.06. --action\n")
+    path.chmod(0o755)
+    settings = GpuSettings(cuda_checkpoint=str(path), criu_plugins=tmp_path)
+    tool = cuda.find_tool(settings)
+    os.chown(path, 65534, 0)
+    with pytest.raises(HibernodeError) as caught:
+        cuda.find_tool(settings)
+    assert caught.value.reason == "CudaCheckpointUntrusted"
+    (tmp_path / "cuda_plugin.so").touch()
+    with pytest.raises(HibernodeError, match="finds cuda-checkpoint only in"):
+        quiesce._plugins(settings, tool)
+    (tmp_path / "cuda_plugin.so").chmod(0o666)
+    with pytest.raises(HibernodeError, match="can be written by others"):
+        quiesce._plugins(settings, tool)
