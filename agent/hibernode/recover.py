@@ -297,7 +297,7 @@ def settle(state: StateDir, signals: SignalDir | None, name: str) -> Recovered:
     entry = restored.read(state, name)
     with state.restores_dir.subdir(name) as directory:
         journal = read_journal(directory) or {}
-        if entry.phase in (Phase.STARTING, Phase.CRIU, Phase.LOST) and entry.key is None:
+        if entry.phase in (*restored.UNFINISHED, Phase.LOST) and entry.key is None:
             restored.undo(directory)
             entry = restored.read(state, name)
         if entry.key is not None:

@@ -42,10 +42,15 @@ class Phase(StrEnum):
 
     STARTING = "starting"
     CRIU = "criu"
+    WAKING = "waking"
     RUNNING = "running"
     FAILED = "failed"
     EXITED = "exited"
     LOST = "lost"
+
+
+UNFINISHED: Final = (Phase.STARTING, Phase.CRIU, Phase.WAKING)
+"""What a shim that lives works at, and what a dead one has not finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def _read(name: str, directory: Dir) -> Restored:
     phase = Phase(note.get("phase", Phase.STARTING))
     pid, ticks = int(note.get("pid") or 0), int(note.get("start_ticks") or 0)
     key = ProcessKey(pid, ticks) if pid and ticks else None
-    if not shim_alive and phase in (Phase.STARTING, Phase.CRIU):
+    if not shim_alive and phase in UNFINISHED:
         phase = Phase.LOST
     if not shim_alive and phase is Phase.RUNNING and not (key and alive(key)):
         phase = Phase.LOST

@@ -40,6 +40,9 @@ FIRST_INHERITED_FD = 200
 
 READ_AHEAD_CHUNK = 4 << 20
 RESIDENCE_SAMPLES = 256
+AWAKE = b"awake\n"
+"""What the agent says to a shim whose spec has ``wake``, when the worker can run."""
+
 LOG_NAME = "restore.log"
 OUTPUT_NAME = "criu.out"
 """In the restore's directory: CRIU's own log, and what it, or we in its place, have printed."""
@@ -71,6 +74,10 @@ class MarkerError(Exception):
     """The restore marker cannot be written, so that the worker would not know what it is."""
 
 
+class NotAwakeError(Exception):
+    """Whoever brings the worker's GPU state back has failed, or is gone."""
+
+
 class Shim:
     """One restore and its worker."""
 
@@ -96,15 +103,19 @@ class Shim:
         self.save(phase="starting")
         started = time.monotonic()
         try:
-            self.write_marker()
+            if not self.spec.get("wake"):
+                self.write_marker()
             with self.held_back():
                 code, timed_out = self.run_criu()
             if self.container:
                 self.container.check_mounts(code)
             if code == 0:
                 self.root = self.read_root()
+                if self.spec.get("wake"):
+                    self.wait_awake(self.root)
+                    self.write_marker()  # not before: it would use a GPU that it does not have yet
         except Exception as error:  # noqa: BLE001 - whatever it was, the agent is told and the tree is ended
-            code, timed_out = None, False
+            code, timed_out, self.root = None, False, None
             failure = str(error) if isinstance(error, MarkerError) else f"{type(error).__name__}: {error}"
         else:
             failure = ""
@@ -125,6 +136,16 @@ class Shim:
             self.save(phase="running", **self.worker, criu_seconds=seconds)
         self.answer()
         return self.wait_in(self.container) if self.container else self.wait()
+
+    def wait_awake(self, root: int) -> None:
+        """Say that the tree is there, and wait until its GPU state is; a "no" is the end of the agent's pipe.
+
+        Nothing of this is in ``state.json``: who finds it there takes the worker for one that runs.
+        """
+        self.save(phase="waking")
+        os.write(1, (json.dumps({**self.state, "pid": root}) + "\n").encode())
+        if os.read(0, len(AWAKE)) != AWAKE:
+            raise NotAwakeError("the GPU state of the worker was not brought back")
 
     def status(self) -> int | None:
         """Reap the root if it has ended."""
