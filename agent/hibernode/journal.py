@@ -37,6 +37,7 @@ class Step(StrEnum):
     COMPATIBILITY = "compatibility"
     PREPARE = "prepare"
     RESTORE = "restore"
+    WAKE_GPU = "wake-gpu"
 
     DONE = "done"
 

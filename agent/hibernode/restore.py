@@ -10,11 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import math
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -23,16 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from hibernode import links, recover, restored, shim
+from hibernode import links, recover, restored
 from hibernode.answers import RestoreOutcome, RestoreRequest, answer, restore_failed, sentence
 from hibernode.apart import FILES_SECONDS, apart, uncut
 from hibernode.artifact.layout import Artifact
+from hibernode.artifact.manifest import Manifest
 from hibernode.artifact.store import Store
 from hibernode.container import restore as filling
 from hibernode.container import target as targets
 from hibernode.container.restore import Applied
 from hibernode.container.target import Target
-from hibernode.criu import diagnose, options
+from hibernode.criu import options
 from hibernode.criu.images import page_files
 from hibernode.criu.runner import JOB_ENV, Criu, clean_env, find_criu
 from hibernode.discovery.container_look import owner_of
@@ -48,14 +46,16 @@ from hibernode.errors import (
     StorageError,
     StuckError,
 )
+from hibernode.gpu.thaw import Thaw, awaken
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.journal import Journal, Step
-from hibernode.outcome import as_ours, criu_failed
+from hibernode.outcome import as_ours
 from hibernode.preflight import refuse
 from hibernode.recover import Held
-from hibernode.restore_checks import asked, findings, look, may_ask, settled_findings
+from hibernode.restore_checks import asked, findings, judged, look, may_ask, settled_findings, thawing
 from hibernode.restore_options import connections, inherit, restore_options
+from hibernode.restore_shim import run_shim, shim_failed
 from hibernode.settings import Settings
 from hibernode.state import StateDir, read_json, write_json
 from hibernode.workload import ERA_A1, CheckpointId, Finding
@@ -64,9 +64,6 @@ log = logging.getLogger("hibernode.restore")
 
 FILES: Final = "the change of its files"
 """What can hang, and is then named so."""
-
-SHIM_SLACK_SECONDS: Final = 30.0
-"""The shim has its own deadline on CRIU; this much later it is taken for dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +170,7 @@ class Restorer:
         deadline = self.settings.restore.deadline_seconds
         try:
             async with asyncio.timeout(deadline):
-                artifact, criu, target = await self._checked(work)
+                artifact, criu, target, thaw = await self._checked(work)
         except TimeoutError:
             raise DeadlineError(
                 f"the checks before the restore did not end within {deadline:g} s; it was in the step "
@@ -184,7 +181,7 @@ class Restorer:
         await self._step(work, Step.PREPARE)
         with journal.timed("prepare"):
             self._clear_signals(request.id)
-            spec = self._spec(work, artifact, criu, target)
+            spec = {**self._spec(work, artifact, criu, target), "wake": thaw.tool is not None}
             if target is not None:
                 await self._fill(work, artifact, target)
             tree = artifact.manifest.tree
@@ -197,8 +194,9 @@ class Restorer:
         attempt = f"{request.id}.restore"
         self.state.attempt_begins(attempt)
         try:
+            awake = partial(self._awaken, work, artifact.manifest, thaw)
             with links.laid(artifact.manifest.links), journal.timed("criu"):
-                state = await self._run_shim(work)
+                state = await run_shim(work.directory, deadline, awake)
         finally:
             # Counted is what ends the agent itself; a failure that we live to tell is answered, not retried.
             self.state.attempts_clear(attempt)
@@ -213,7 +211,7 @@ class Restorer:
                 reason="WorkerEndedAtOnce",
             )
         if state.get("phase") not in ("running", "exited"):
-            raise self._restore_failed(work, state)
+            raise shim_failed(request.id, state, work.directory, keep=self.state, deadline=deadline)
         filling.forget_undo(work.directory, work.applied)
         return RestoreOutcome(
             request.id,
@@ -225,7 +223,16 @@ class Restorer:
             directory=str(work.directory.path),
         )
 
-    async def _checked(self, work: _Work) -> tuple[Artifact, Criu, Target | None]:
+    async def _awaken(self, work: _Work, manifest: Manifest, thaw: Thaw, root: int) -> None:
+        """Bring the GPU state back, when CRIU has made the tree and before it learns that it was restored."""
+        assert manifest.cuda is not None
+        await self._step(work, Step.WAKE_GPU)
+        journal = work.journal
+        with journal.timed("wake-gpu"):
+            journal.note(cuda=await awaken(thaw, manifest.cuda, root, self.settings.gpu))
+        journal.phases["criu"] = -journal.phases["wake-gpu"]  # it is within CRIU's time, which is added then
+
+    async def _checked(self, work: _Work) -> tuple[Artifact, Criu, Target | None, Thaw]:
         """Verify the artifact and compare it with what shall take it; nothing is touched."""
         request, target = work.request, None
         await self._step(work, Step.VERIFY)
@@ -243,8 +250,10 @@ class Restorer:
                     partial(targets.look, container, work.process), owner_of(work.process.pid)
                 )
             strict = request.strict or self.settings.restore.strict
-            refuse(await settled_findings(artifact.manifest, criu, request, target, strict=strict))
-        return artifact, criu, target
+            thaw = await thawing(artifact.manifest, self.settings, target)
+            rows = await settled_findings(artifact.manifest, criu, request, target, strict=strict)
+            refuse([*rows, *judged(thaw, strict=strict)])
+        return artifact, criu, target, thaw
 
     @staticmethod
     async def _found(request: RestoreRequest) -> Container | None:
@@ -330,6 +339,7 @@ class Restorer:
                 target = await look(partial(targets.look, container, process), owner_of(process.pid))
             strict = request.strict or self.settings.restore.strict
             rows = await findings(artifact.manifest, criu, request, target, strict=strict)
+            rows += judged(await thawing(artifact.manifest, self.settings, target), strict=strict)
             chosen = restore_options(artifact.manifest, self.settings, Path(), target)
         pidfile = Path("restored.pid")
         args = options.restore_args(artifact.path / "images", pidfile, chosen, work_dir=Path())
@@ -402,72 +412,6 @@ class Restorer:
             if self.settings.restore.read_ahead
             else [],
         }
-
-    async def _run_shim(self, work: _Work) -> dict[str, Any]:
-        """Start the shim and wait for its answer; it stays when we go."""
-        process = subprocess.Popen(  # noqa: ASYNC220 - it forks and is gone; starting it is all the work
-            [sys.executable, "-I", "-S", shim.__file__, str(work.directory.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-            env=clean_env(),
-        )
-        assert process.stdout is not None
-        reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
-        )
-        limit = self.settings.restore.deadline_seconds + SHIM_SLACK_SECONDS
-        try:
-            async with asyncio.timeout(limit):
-                line = await reader.readline()
-        except BaseException:
-            # A restore that nobody waits for any more is undone: the shim ends CRIU's tree with itself.
-            await uncut(asyncio.to_thread(restored.undo, work.directory))
-            if not restored.has_worker(work.directory):
-                raise
-            line = b""  # it came too late: the worker is there
-        finally:
-            transport.close()
-            process.wait()
-        try:
-            state = json.loads(line)
-        except ValueError:
-            state = read_json(work.directory, "state.json") or {}
-        return state if isinstance(state, dict) else {}
-
-    def _restore_failed(self, work: _Work, state: dict[str, Any]) -> CriuError:
-        paths = (work.directory.path / name for name in (shim.LOG_NAME, shim.OUTPUT_NAME))
-        text = next((diagnose.read_log(path) for path in paths if path.exists()), "")
-        kept = str(self.state.keep_log(work.request.id, "restore", text.encode(errors="replace")))
-        code = state.get("returncode")
-        if code in (0, None) and not state.get("timed_out"):
-            why = state.get("error") or "the shim ended without an answer"
-            if "restore marker" in why:
-                return CriuError(
-                    f"{work.request.id}: {why}",
-                    remedy="its directory must exist and the worker's user must be able to write there",
-                    reason="MarkerNotWritable",
-                )
-            if "ContainerMountsError: " in why:
-                return CriuError(
-                    f"{work.request.id}: {why.partition(': ')[2]}",
-                    remedy="give the container the mounts that the worker had, writable where it writes",
-                    reason="MountsDiffer",
-                    log=kept,
-                )
-            return CriuError(f"the restore failed: {why} (log: {kept})", reason="RestoreFailed", log=kept)
-        return criu_failed(
-            text,
-            operation="restore",
-            returncode=int(code or 0),
-            timed_out=bool(state.get("timed_out")),
-            deadline=self.settings.restore.deadline_seconds,
-            log=kept,
-        )
 
     # the answer ---------------------------------------------------------------------------------------
 

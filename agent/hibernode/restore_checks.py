@@ -19,6 +19,10 @@ from hibernode.criu.runner import Criu
 from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.locate import others_with_marker
 from hibernode.errors import RefusedError
+from hibernode.gpu.here import of_container, of_node
+from hibernode.gpu.service import look_once
+from hibernode.gpu.thaw import Thaw, plan
+from hibernode.settings import Settings
 from hibernode.text import printable
 from hibernode.workload import ERA_A1, CheckpointId, Finding, Verdict
 
@@ -84,6 +88,24 @@ async def settled_findings(
             now = await look(again, owner_of(target.process.pid))
             target = dataclasses.replace(target, capabilities=now)
     return rows
+
+
+async def thawing(manifest: Manifest, settings: Settings, target: Target | None) -> Thaw:
+    """Find out what the GPUs need; nothing is asked where no process of the tree used CUDA."""
+    if manifest.cuda is None:
+        return Thaw()
+    snapshot = await look_once(settings.gpu)
+    if target is None:
+        here = of_node(snapshot)
+    else:
+        pid = target.process.pid
+        here = await look(partial(of_container, snapshot, pid, target.devices), owner_of(pid))
+    return await asyncio.to_thread(plan, manifest, settings.gpu, here)
+
+
+def judged(thaw: Thaw, *, strict: bool) -> list[Finding]:
+    """Give the rows of the GPUs."""
+    return strictly(thaw.findings) if strict else list(thaw.findings)
 
 
 def _marker_row(manifest: Manifest, id_: CheckpointId) -> list[Finding]:

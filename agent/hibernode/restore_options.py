@@ -23,7 +23,9 @@ def restore_options(
     """
     into = target if manifest.container is not None else None
     kept = manifest.container is None or into is None or keeps_connections(manifest.container, into)
+    plugin = manifest.cuda is not None and manifest.cuda.strategy == "criu-plugin"
     return options.RestoreOptions(
+        libdir=str(settings.gpu.criu_plugins) if plugin else options.NO_PLUGINS,
         external=() if into is None else targets.external(manifest, directory),
         root=None if into is None else str(directory / "root"),
         shell_job=manifest.shell_job,

@@ -307,6 +307,80 @@ def test_two_shims_do_not_share_a_directory(restore: Restore) -> None:
     restore.end()
 
 
+# a worker whose GPU state must come back ------------------------------------------------------------------
+
+
+class Asleep:
+    """A shim whose tree is there and that waits for word."""
+
+    def __init__(self, restore: Restore, script: str, **spec: Any) -> None:
+        restore.criu.write_text(HEADER + script)
+        restore.criu.chmod(0o755)
+        (restore.path / "spec.json").write_text(json.dumps({**restore.spec, "wake": True, **spec}))
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", shim.__file__, str(restore.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd="/",
+        )
+        self.said = self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Read a line."""
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def say(self, word: bytes) -> dict[str, Any]:
+        """Say something, let go of the pipe, and give the last answer."""
+        with self.process as process:
+            assert process.stdin is not None
+            process.stdin.write(word)
+            process.stdin.close()
+            return self.answer()
+
+
+def test_a_worker_that_is_woken_is_told_so_and_runs(restore: Restore) -> None:
+    """Its marker is there only then; until then state.json names no worker that one could take it for."""
+    path = restore.open_to_all / "restored"
+    asleep = Asleep(
+        restore, f"assert not os.path.exists({str(path)!r})" + worker(), marker=restore.marker(path)
+    )
+    assert asleep.said["phase"] == "waking"
+    assert restore.state()["phase"] == "waking"
+    assert "pid" not in restore.state()
+    assert not path.exists()
+    answer = asleep.say(shim.AWAKE)
+    assert (answer["phase"], answer["pid"]) == ("running", asleep.said["pid"])
+    assert path.exists()
+    os.kill(answer["pid"], signal.SIGKILL)
+    assert restore.end()["exit_signal"] == signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "word", [b"", b"awak", b"no\n"], ids=["the agent is gone", "half a word", "another word"]
+)
+def test_a_worker_that_is_not_woken_is_ended(restore: Restore, word: bytes) -> None:
+    """Nothing half alive is left, and no marker."""
+    path = restore.open_to_all / "restored"
+    asleep = Asleep(restore, worker(), marker=restore.marker(path))
+    answer = asleep.say(word)
+    assert answer["phase"] == "failed"
+    assert "GPU state" in answer["error"]
+    assert restore.end() == answer
+    assert left_of(restore) == []
+    assert not path.exists()
+
+
+def test_a_criu_that_fails_is_not_waited_for(restore: Restore) -> None:
+    """There is nobody to wake."""
+    asleep = Asleep(restore, worker(after="sys.exit(2)"))
+    assert (asleep.said["phase"], asleep.said["returncode"]) == ("failed", 2)
+    asleep.process.communicate()
+    restore.end()
+
+
 # the marker -----------------------------------------------------------------------------------------------
 
 

@@ -54,7 +54,7 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """``pairs``: old UUID to new UUID; the others say by check what stands against it, both values in each."""
+    """``pairs``: old UUID to new UUID; the others say by check what is in the way, both values in each."""
 
     pairs: Mapping[str, str]
     count: tuple[str, ...] = ()
@@ -91,7 +91,9 @@ def match(then: Sequence[GpuFacts], here: Here) -> Match:
             model.append(f"{gpu.uuid} was {gpu.model or 'of no known model'}; free here: {others}")
     for uuid, each in chosen.items():
         gpu = known[uuid]
-        if gpu.model and each.model and gpu.model != each.model:  # only under the same UUID: a forged manifest
+        if (
+            gpu.model and each.model and gpu.model != each.model
+        ):  # only under the same UUID: a forged manifest
             model.append(f"{uuid} was {gpu.model} and is {each.model}")
         if each.memory_bytes and each.memory_bytes < gpu.memory_bytes:
             memory.append(_less(gpu, each))
@@ -136,10 +138,10 @@ def _unusable(known: Collection[str], chosen: Mapping[str, GpuHere], here: Here)
             yield f"{each.uuid} is in MIG mode"
         if each.trouble:
             yield f"{each.uuid}: {each.trouble}"
-    for each in here.gpus:
-        if each.uuid not in {other.uuid for other in chosen.values()} and (each.mig or each.trouble):
-            # Worth a word only where it could have been the successor of one that has none.
-            if len(chosen) < len(known):
+    if len(chosen) < len(known):  # a GPU that cannot be one's successor is of interest where one has none
+        taken = {each.uuid for each in chosen.values()}
+        for each in here.gpus:
+            if each.uuid not in taken and (each.mig or each.trouble):
                 yield f"{each.uuid}: {each.trouble or 'in MIG mode'}"
 
 
@@ -157,13 +159,13 @@ def findings(cuda: CudaFacts, tree: Collection[int], here: Here) -> list[Finding
     """Compare what the tree had with what is here; one row a check. ``tree``: pids of the manifest's tree."""
     rows = [_processes(cuda, tree), _driver(cuda.driver, here)]
     if here.why or not cuda.gpus:
-        found = here.why or "the manifest names no GPU: NVML did not tell when it was made"
-        return [*rows, row("restore.gpu_map", Verdict.SKIP, _named(cuda.gpus), found, "compare by hand")]
+        why = here.why or "the manifest names no GPU: NVML did not tell when it was made"
+        return [*rows, row("restore.gpu_map", Verdict.SKIP, _named(cuda.gpus), why, "compare by hand")]
     found = match(cuda.gpus, here)
     rows += [
-        _judged("count", found.count, _named(cuda.gpus), "give the container as many GPUs as the worker had"),
-        _judged("usable", found.usable, "whole GPUs that answer", "reset it, or turn MIG off, or go elsewhere"),
-        _judged("model", found.model, "the same models", "restore on GPUs of the model that it was made on"),
+        _judged("count", found.count, _named(cuda.gpus), "give the container as many as the worker had"),
+        _judged("usable", found.usable, "whole GPUs that answer", "reset it, turn MIG off, or go elsewhere"),
+        _judged("model", found.model, "the same models", "restore on GPUs of the model that it had"),
         _judged("memory", found.memory, "as much memory", "restore on GPUs with at least as much memory"),
     ]
     return [*rows, _map(cuda, found, here)]
