@@ -47,6 +47,7 @@ from hibernode.errors import (
     RefusedError,
     StorageError,
 )
+from hibernode.gpu.preflight import gpu_findings
 from hibernode.gpu.quiesce import Quiesced, quiesce
 from hibernode.host import netlock
 from hibernode.journal import Journal, Step
@@ -237,7 +238,8 @@ class Checkpointer:
         work.preflight = await _look(
             work, partial(preflight, work.request.process, self.settings, work.criu, self.store.path)
         )
-        refuse(work.preflight.findings)
+        on_gpu, _ = await gpu_findings(work.preflight.facts, self.settings)
+        refuse([*work.preflight.findings, *on_gpu])
         work.journal.note(tcp=work.preflight.tcp)
         if work.container is not None:
             work.dump = await _look(

@@ -130,29 +130,32 @@ def _dry_run(settings: Settings, process: Process, output: str) -> None:
     from hibernode.criu.runner import find_criu
     from hibernode.discovery.containers import container_of
     from hibernode.dump_options import dump_options
+    from hibernode.gpu.preflight import gpu_findings
     from hibernode.preflight import preflight
 
     criu = find_criu(settings.criu.binary)
     checked = preflight(process, settings, criu, settings.store.path)
+    on_gpu, gpu_bytes = run_async(lambda: gpu_findings(checked.facts, settings))
+    findings, estimate = [*checked.findings, *on_gpu], checked.estimate_bytes + gpu_bytes
     chosen = dump_options(settings, checked)
     container = container_of(process.pid)
-    if container is not None and not failed(checked.findings):
+    if container is not None and not failed(findings):
         chosen = containers.options(chosen, containers.look(container, process, checked, settings))
     args = dump_args(process.pid, Path("IMAGES"), chosen, work_dir=Path("WORK"))
     command = shlex.join([*criu.argv, *args])
     data = {
         "pid": process.pid,
-        "findings": finding_data(checked.findings),
-        "estimateBytes": checked.estimate_bytes,
+        "findings": finding_data(findings),
+        "estimateBytes": estimate,
         "command": command,
     }
 
     def render() -> str:
-        rows = finding_table(checked.findings)
-        return f"{rows}\n\nestimated image: {human_bytes(checked.estimate_bytes)}\ncommand: {command}"
+        rows = finding_table(findings)
+        return f"{rows}\n\nestimated image: {human_bytes(estimate)}\ncommand: {command}"
 
     emit("CheckpointPlan", data, output, render)
-    if failed(checked.findings):
+    if failed(findings):
         raise click.exceptions.Exit(4)
 
 

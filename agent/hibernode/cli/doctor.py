@@ -22,6 +22,8 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     from hibernode.cri_checks import cri_findings
     from hibernode.criu.runner import Criu, find_criu
     from hibernode.gpu.checks import findings as gpu_findings
+    from hibernode.gpu.preflight import doctor_finding
+    from hibernode.gpu.preflight import gpu_findings as cuda_findings
     from hibernode.gpu.service import look_once
     from hibernode.host.cgroups import see_whole
     from hibernode.preflight import host_findings, preflight
@@ -39,10 +41,12 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     profile = files("hibernode").joinpath("data/block-iouring.json").read_bytes()
     findings += host_findings(settings, criu, shipped_profile=profile)
     findings += cri_findings(settings.runtime.socket)
-    findings += gpu_findings(run_async(lambda: look_once(settings.gpu)))
+    snapshot = run_async(lambda: look_once(settings.gpu))
+    findings += [*gpu_findings(snapshot), *doctor_finding(snapshot, settings.gpu)]
     if pid is not None:
         with open_process(pid) as process:
-            findings += preflight(process, settings, criu, settings.store.path).findings
+            checked = preflight(process, settings, criu, settings.store.path)
+            findings += [*checked.findings, *run_async(lambda: cuda_findings(checked.facts, settings))[0]]
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     summary = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
     emit(

@@ -98,7 +98,7 @@ def match(then: Sequence[GpuFacts], here: Here) -> Match:
         if each.memory_bytes and each.memory_bytes < gpu.memory_bytes:
             memory.append(_less(gpu, each))
     return Match(
-        {uuid: each.uuid for uuid, each in chosen.items()},
+        {uuid: chosen[uuid].uuid for uuid in known if uuid in chosen},
         tuple(_miscounted(then, known, there, here)),
         tuple(_unusable(known, chosen, here)),
         tuple(model),
@@ -177,7 +177,7 @@ def _named(gpus: Sequence[GpuFacts]) -> str:
 
 def _judged(check: str, problems: Sequence[str], expected: str, remedy: str) -> Finding:
     verdict = Verdict.FAIL if problems else Verdict.OK
-    return row(f"restore.gpu_{check}", verdict, expected, listed(problems) or "they are", remedy)
+    return row(f"restore.gpu_{check}", verdict, expected, listed(problems) or "as asked", remedy)
 
 
 def _processes(cuda: CudaFacts, tree: Collection[int]) -> Finding:

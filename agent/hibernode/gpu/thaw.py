@@ -12,7 +12,7 @@ from typing import Final
 from hibernode.artifact.manifest import CudaFacts, Manifest
 from hibernode.compat import row
 from hibernode.errors import HibernodeError
-from hibernode.gpu.cuda import CudaError, CudaProcess, Tool, find_tool, wake
+from hibernode.gpu.cuda import CudaError, CudaProcess, Tool, alive, find_tool, wake
 from hibernode.gpu.devicemap import Here, findings, map_text, match
 from hibernode.host import procfs
 from hibernode.settings import GpuSettings
@@ -118,4 +118,14 @@ async def awaken(thaw: Thaw, cuda: CudaFacts, root: int, settings: GpuSettings) 
     if thaw.tool is None:
         return {}
     processes = await asyncio.to_thread(restored_processes, cuda, root)
-    return await wake(thaw.tool, processes, settings, device_map=thaw.device_map)
+    try:
+        seconds = await wake(thaw.tool, processes, settings, device_map=thaw.device_map)
+    except CudaError as error:  # its remedy is for a tree that lives
+        raise CudaError(
+            f"{error.message}; the restored tree was ended",
+            remedy="the kernel's log may say why (journalctl -k --grep NVRM); the checkpoint is as it was",
+            reason=error.reason,
+        ) from error
+    if gone := set(processes) - set(await asyncio.to_thread(alive, processes)):
+        raise _missing(f"{', '.join(sorted(map(str, gone)))} ended while the GPU state was brought back")
+    return seconds

@@ -1,0 +1,281 @@
+"""What would make the GPU's part of a dump fail, asked before it; only of a tree that uses CUDA."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from hibernode.errors import HibernodeError, RefusedError
+from hibernode.gpu.checks import QUIET
+from hibernode.gpu.cuda import CudaProcess, cuda_processes, find_tool
+from hibernode.gpu.devicemap import version
+from hibernode.gpu.here import unknown
+from hibernode.gpu.service import look_once
+from hibernode.gpu.state import GpuProcess, Snapshot
+from hibernode.gpu.thaw import PLUGIN
+from hibernode.host import cgroups, procfs
+from hibernode.preflight import Facts
+from hibernode.preflight.rows import row, size
+from hibernode.preflight.store_checks import SPARE_MEMORY_BYTES
+from hibernode.settings import GpuSettings, Settings
+from hibernode.workload import Finding, Verdict
+
+LEAST_DRIVER: Final = 570
+"""With an older one a process that uses NVML itself stays on the GPU; before 555 there is no ``--action``."""
+
+UVM: Final = "/dev/nvidia-uvm"
+NODES: Final = ("/dev/nvidiactl", UVM)
+"""What cuda-checkpoint opens, as every program of CUDA does."""
+
+NCCL: Final[Mapping[str, str]] = {
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_RAS_ENABLE": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""What Dynamo sets for workers of several processes before it freezes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpu:
+    """What is known before a dump. ``held``: by NVML, the tree's processes alone, by pid.
+
+    ``why``: why NVML tells nothing; ``free_bytes``: memory that may still be taken, of cgroup and node the
+    lesser; ``tool`` and ``tool_error``: what would do the work, or why it would not; ``uvm``: who maps
+    /dev/nvidia-uvm; ``missing``: device nodes that are not there; ``nccl``: by pid, what is set otherwise.
+    """
+
+    processes: tuple[CudaProcess, ...]
+    held: tuple[GpuProcess, ...] = ()
+    driver: str = ""
+    why: str = ""
+    free_bytes: int = 0
+    tool: str = ""
+    tool_error: Finding | None = None
+    uvm: tuple[int, ...] = ()
+    missing: tuple[str, ...] = ()
+    nccl: Mapping[int, tuple[str, ...]] | None = None
+
+    @property
+    def gpu_bytes(self) -> int:
+        """GPU memory that moves to the host: what NVML knows, of a process on two GPUs both parts."""
+        return sum(each.memory_bytes or 0 for each in self.held)
+
+
+async def gpu_findings(facts: Facts, settings: Settings) -> tuple[list[Finding], int]:
+    """Look at the tree's CUDA processes and at the driver; the rows, and the bytes that the image gets more.
+
+    Nothing is asked, and there is no row, where no process uses CUDA.
+
+    :raises ProcessLookupError: the tree's root has ended.
+    """
+    processes = await asyncio.to_thread(cuda_processes, facts.root.pid)
+    if not processes:
+        return [], 0
+    snapshot = await look_once(settings.gpu)
+    seen = await asyncio.to_thread(_look, processes, snapshot, settings.gpu)
+    return findings(seen, facts, settings), seen.gpu_bytes
+
+
+def _look(processes: Sequence[CudaProcess], snapshot: Snapshot, settings: GpuSettings) -> OnGpu:
+    pids = {each.pid for each in processes}
+    held = tuple(each for gpu in snapshot.gpus for each in gpu.processes or () if each.pid in pids)
+    tool, error = _tool(settings)
+    return OnGpu(
+        tuple(processes),
+        held,
+        snapshot.versions.driver or "",
+        unknown(snapshot),
+        _free_bytes(processes[0].pid),
+        tool,
+        error,
+        tuple(each.pid for each in processes if _maps_uvm(each.pid)),
+        tuple(node for node in NODES if not os.path.exists(node)),  # noqa: PTH110 - of the agent's own /dev
+        {each.pid: _nccl(each.pid) for each in processes},
+    )
+
+
+def _tool(settings: GpuSettings) -> tuple[str, Finding | None]:
+    expected = "what takes CUDA processes off the GPU (gpu.quiesce)"
+    if settings.quiesce == "none":
+        return "", Finding(
+            "cuda.tool",
+            Verdict.WARN,
+            expected,
+            "gpu.quiesce is none: CRIU will find GPU state that it cannot dump",
+            "set gpu.quiesce to auto",
+            "CudaNotQuiesced",
+        )
+    if settings.quiesce == "criu-plugin" and not (Path(settings.criu_plugins) / PLUGIN).is_file():
+        missing = f"no {PLUGIN} in {settings.criu_plugins}"
+        return "", Finding(
+            "cuda.tool", Verdict.FAIL, expected, missing, "set gpu.criu_plugins", "CudaPluginMissing"
+        )
+    try:
+        tool = find_tool(settings)  # CRIU's plugin starts it too
+    except HibernodeError as error:
+        return "", Finding("cuda.tool", Verdict.FAIL, expected, error.message, error.remedy, error.reason)
+    return f"{tool.path}, {tool.version}", None
+
+
+def _free_bytes(pid: int) -> int:
+    free = procfs.mem_available_bytes()
+    try:
+        memory = cgroups.memory(pid)
+    except (RefusedError, OSError):
+        return free
+    return free if memory.limit is None else min(free, max(0, memory.limit - (memory.used or 0)))
+
+
+def _maps_uvm(pid: int) -> bool:
+    try:
+        return any(mapping.path == UVM for mapping in procfs.maps(pid))
+    except OSError:
+        return False
+
+
+def _nccl(pid: int) -> tuple[str, ...]:
+    try:
+        environ = procfs.environ(pid)
+    except OSError:
+        return ()
+    return tuple(f"{name}={value}" for name, value in NCCL.items() if environ.get(name) != value)
+
+
+def doctor_finding(snapshot: Snapshot, settings: GpuSettings) -> list[Finding]:
+    """Say whether a node with a driver has what takes processes off its GPUs; no row where none is."""
+    if snapshot.state in QUIET:
+        return []
+    tool, error = _tool(settings)
+    found = error or Finding("cuda.tool", Verdict.OK, "cuda-checkpoint", tool)
+    verdict = (
+        Verdict.WARN if found.verdict is Verdict.FAIL else found.verdict
+    )  # not every node freezes workers
+    return [replace(found, check="node.cuda_tool", verdict=verdict)]
+
+
+# rows -------------------------------------------------------------------------------------------------
+
+
+def findings(seen: OnGpu, facts: Facts, settings: Settings) -> list[Finding]:
+    """Judge it, one row a check. Pure."""
+    tool = Finding("cuda.tool", Verdict.OK, "what takes CUDA processes off the GPU", seen.tool)
+    return [
+        Finding("cuda.processes", Verdict.OK, "", f"{len(seen.processes)} use CUDA, or have its library"),
+        seen.tool_error or tool,
+        _driver(seen),
+        _kinds(seen),
+        Finding(
+            "cuda.managed_memory",
+            Verdict.OK,
+            "no managed memory (UVM): it cannot be seen from outside, the lock or the checkpoint refuses it",
+            f"{len(seen.uvm)} processes map {UVM}",
+        ),
+        row(
+            "cuda.devices",
+            "the driver's device nodes, for cuda-checkpoint",
+            (f"no {node}" for node in seen.missing),
+            remedy="give the agent the node's /dev, or NVIDIA's runtime class",
+            reason="GpuDeviceMissing",
+            verdict=Verdict.WARN,
+            fine="there",
+        ),
+        _memory(seen),
+        _space(seen, facts, settings),
+        _environment(seen),
+    ]
+
+
+def _driver(seen: OnGpu) -> Finding:
+    expected = f"a driver >= {LEAST_DRIVER}"
+    now = version(seen.driver)
+    if now is None:
+        return Finding("cuda.driver", Verdict.SKIP, expected, seen.why or "NVML does not tell its version")
+    return row(
+        "cuda.driver",
+        expected,
+        [f"driver {seen.driver}"] if now[0] < LEAST_DRIVER else [],
+        remedy="update the driver: an older one does not take processes off the GPU that use NVML",
+        reason="GpuDriverTooOld",
+        verdict=Verdict.WARN,
+        fine=f"driver {seen.driver}",
+    )
+
+
+def _kinds(seen: OnGpu) -> Finding:
+    """See that no process is on a MIG device or a client of MPS: NVIDIA's tool knows neither."""
+    if seen.why:
+        return Finding("cuda.sharing", Verdict.SKIP, "whole GPUs, no MIG and no MPS", seen.why)
+
+    def offenders() -> Iterator[str]:
+        for each in seen.held:
+            if each.instance:
+                yield f"pid {each.pid} is on the MIG device {each.instance}"
+            if "mps" in each.kinds:
+                yield f"pid {each.pid} is a client of MPS"
+
+    return row(
+        "cuda.sharing",
+        "whole GPUs, no MIG and no MPS",
+        offenders(),
+        remedy="run the worker on a whole GPU, without nvidia-cuda-mps-control",
+        reason="GpuShared",
+        fine=f"{len(seen.held)} processes on whole GPUs",
+    )
+
+
+def _memory(seen: OnGpu) -> Finding:
+    """See that the GPU's bytes fit into the host's memory: the worker takes them, and is killed if not."""
+    need = seen.gpu_bytes + SPARE_MEMORY_BYTES
+    if seen.why:
+        return Finding("cuda.host_memory", Verdict.SKIP, "host memory for the GPU's", seen.why)
+    return row(
+        "cuda.host_memory",
+        f"{size(need)} of host memory for what is on the GPU",
+        [f"{size(seen.free_bytes)} free"] if seen.free_bytes < need else [],
+        remedy="raise resources.limits.memory of the worker by the GPU memory that it uses, or free memory",
+        reason="InsufficientMemory",
+        fine=f"{size(seen.free_bytes)} free",
+    )
+
+
+def _space(seen: OnGpu, facts: Facts, settings: Settings) -> Finding:
+    """See that the image fits with the GPU's bytes, which are host memory by then."""
+    need, floor, free = (
+        facts.estimate_bytes + seen.gpu_bytes,
+        settings.store.min_free_bytes,
+        facts.store.free_bytes,
+    )
+    return row(
+        "cuda.space",
+        f"{size(need)} for the image with the GPU's memory, and {size(floor)} that stay free",
+        [f"{size(free)} free on {facts.store.path}"] if free < need + floor else [],
+        remedy="free space ('hibernode gc'), or lower store.min_free_bytes",
+        reason="NoSpace",
+        fine=f"{size(free)} free",
+    )
+
+
+def _environment(seen: OnGpu) -> Finding:
+    """Say what processes that work with each other should have set; of a single one nothing is asked."""
+    expected = "NCCL and its transports as they can be frozen"
+    if len(seen.processes) == 1:
+        return Finding("cuda.nccl", Verdict.OK, expected, "one process")
+    missing = [f"pid {pid} lacks {' '.join(lacks)}" for pid, lacks in (seen.nccl or {}).items() if lacks]
+    return row(
+        "cuda.nccl",
+        expected,
+        missing,
+        remedy="processes that use NCCL with each other may not be lockable without; others may ignore this",
+        reason="NcclEnvironment",
+        verdict=Verdict.WARN,
+        fine="as asked",
+    )
