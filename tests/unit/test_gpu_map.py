@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hibernode.artifact.manifest import CudaFacts, CudaProcessFacts, GpuFacts
+from hibernode.criu.options import NO_PLUGINS
+from hibernode.gpu.cuda import CudaError
 from hibernode.gpu.devicemap import GpuHere, Here, findings, map_text, match
 from hibernode.gpu.here import choose, of_node
 from hibernode.gpu.state import (
@@ -20,7 +24,12 @@ from hibernode.gpu.state import (
     Snapshot,
     Versions,
 )
+from hibernode.gpu.thaw import Thaw, plan, restored_processes
+from hibernode.host import procfs
+from hibernode.restore_options import restore_options
+from hibernode.settings import GpuSettings, Settings
 from hibernode.workload import Finding, Verdict
+from tests.unit.artifact_kit import manifest
 
 GIB = 1 << 30
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
@@ -293,3 +302,57 @@ def test_a_node_has_all_gpus_with_what_is_wrong_with_them() -> None:
 def test_an_nvml_that_does_not_answer_is_said(state: NvmlState) -> None:
     """It is no node without GPUs."""
     assert of_node(Snapshot(state, "words")).why == f"NVML is {state.value}: words"
+
+
+# the plan of a restore ------------------------------------------------------------------------------------
+
+
+def planned(cuda: CudaFacts | None, settings: GpuSettings) -> Thaw:
+    """Plan a restore of a manifest with these facts."""
+    return plan(manifest(cuda=None if cuda is None else cuda.model_dump()), settings, Here(DRIVER, here("x")))
+
+
+def test_a_tree_without_cuda_needs_nothing() -> None:
+    """No row, and nobody to wake."""
+    assert planned(None, GpuSettings()) == Thaw()
+
+
+def test_a_tool_that_is_missing_is_a_row() -> None:
+    """With its own reason, which is that of the refusal."""
+    thaw = planned(facts(was("a")), GpuSettings(cuda_checkpoint="/no/such/cuda-checkpoint"))
+    assert thaw.tool is None
+    assert (thaw.findings[-1].check, thaw.findings[-1].reason) == (
+        "restore.cuda_tool",
+        "CudaCheckpointMissing",
+    )
+
+
+def test_crius_plugin_wakes_what_it_has_frozen(tmp_path: Path) -> None:
+    """CRIU gets its directory, which must have it; the agent wakes nobody, and others load no plugin."""
+    cuda = facts(was("x"), strategy="criu-plugin")
+    settings = Settings(gpu=GpuSettings(criu_plugins=tmp_path))
+    assert planned(cuda, settings.gpu).findings[-1].verdict is Verdict.FAIL
+    (tmp_path / "cuda_plugin.so").touch()
+    thaw = planned(cuda, settings.gpu)
+    assert (thaw.findings[-1].verdict, thaw.tool) == (Verdict.OK, None)
+    for strategy, libdir in (("criu-plugin", str(tmp_path)), ("cuda-checkpoint", NO_PLUGINS)):
+        image = manifest(cuda=cuda.model_copy(update={"strategy": strategy}).model_dump())
+        assert restore_options(image, settings, tmp_path, None).libdir == libdir
+
+
+# the restored tree ----------------------------------------------------------------------------------------
+
+
+def test_restored_processes_are_found_by_pid_and_name() -> None:
+    """A pid that is not below the root, and another name, are told."""
+    pid, comm = os.getpid(), Path("/proc/self/comm").read_text().strip()
+    inner = procfs.read_status(pid).ns_pids[-1]
+    (found,) = restored_processes(facts((), processes=(CudaProcessFacts(ns_pid=inner, comm=comm),)), pid)
+    assert (found.pid, found.ns_pid, found.comm) == (pid, inner, comm)
+    for wrong, words in (
+        (CudaProcessFacts(ns_pid=1 << 22, comm=comm), "has no process with pid 4194304"),
+        (CudaProcessFacts(ns_pid=inner, comm="other"), f"was other and is {comm}"),
+    ):
+        with pytest.raises(CudaError, match=words) as caught:
+            restored_processes(facts((), processes=(wrong,)), pid)
+        assert caught.value.reason == "CudaProcessMissing"

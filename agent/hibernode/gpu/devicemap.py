@@ -162,11 +162,12 @@ def findings(cuda: CudaFacts, tree: Collection[int], here: Here) -> list[Finding
         why = here.why or "the manifest names no GPU: NVML did not tell when it was made"
         return [*rows, row("restore.gpu_map", Verdict.SKIP, _named(cuda.gpus), why, "compare by hand")]
     found = match(cuda.gpus, here)
+    like = "restore on GPUs like those of the dump"
     rows += [
-        _judged("count", found.count, _named(cuda.gpus), "give the container as many as the worker had"),
-        _judged("usable", found.usable, "whole GPUs that answer", "reset it, turn MIG off, or go elsewhere"),
-        _judged("model", found.model, "the same models", "restore on GPUs of the model that it had"),
-        _judged("memory", found.memory, "as much memory", "restore on GPUs with at least as much memory"),
+        _judged("restore.gpu_count", found.count, _named(cuda.gpus), "give the container as many"),
+        _judged("restore.gpu_usable", found.usable, "whole GPUs that answer", "reset it, or turn MIG off"),
+        _judged("restore.gpu_model", found.model, "the same models", like),
+        _judged("restore.gpu_memory", found.memory, "as much memory", like),
     ]
     return [*rows, _map(cuda, found, here)]
 
@@ -177,7 +178,7 @@ def _named(gpus: Sequence[GpuFacts]) -> str:
 
 def _judged(check: str, problems: Sequence[str], expected: str, remedy: str) -> Finding:
     verdict = Verdict.FAIL if problems else Verdict.OK
-    return row(f"restore.gpu_{check}", verdict, expected, listed(problems) or "as asked", remedy)
+    return row(check, verdict, expected, listed(problems) or "as asked", remedy)
 
 
 def _processes(cuda: CudaFacts, tree: Collection[int]) -> Finding:
