@@ -229,7 +229,7 @@ class Restorer:
         await self._step(work, Step.WAKE_GPU)
         journal = work.journal
         with journal.timed("wake-gpu"):
-            journal.note(cuda=await awaken(thaw, manifest.cuda, root, self.settings.gpu))
+            journal.note(woken=await awaken(thaw, manifest.cuda, root, self.settings.gpu))
         journal.phases["criu"] = -journal.phases["wake-gpu"]  # it is within CRIU's time, which is added then
 
     async def _checked(self, work: _Work) -> tuple[Artifact, Criu, Target | None, Thaw]:

@@ -330,11 +330,9 @@ def test_a_tool_that_is_missing_is_a_row() -> None:
 def test_crius_plugin_wakes_what_it_has_frozen(tmp_path: Path) -> None:
     """CRIU gets its directory, which must have it; the agent wakes nobody, and others load no plugin."""
     cuda = facts(was("x"), strategy="criu-plugin")
-    settings = Settings(gpu=GpuSettings(criu_plugins=tmp_path))
-    assert planned(cuda, settings.gpu).findings[-1].verdict is Verdict.FAIL
-    (tmp_path / "cuda_plugin.so").touch()
+    settings = Settings(gpu=GpuSettings(criu_plugins=tmp_path, cuda_checkpoint="/no/such/cuda-checkpoint"))
     thaw = planned(cuda, settings.gpu)
-    assert (thaw.findings[-1].verdict, thaw.tool) == (Verdict.OK, None)
+    assert (thaw.findings[-1].verdict, thaw.tool) == (Verdict.FAIL, None)
     for strategy, libdir in (("criu-plugin", str(tmp_path)), ("cuda-checkpoint", NO_PLUGINS)):
         image = manifest(cuda=cuda.model_copy(update={"strategy": strategy}).model_dump())
         assert restore_options(image, settings, tmp_path, None).libdir == libdir

@@ -6,17 +6,16 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
-from hibernode.errors import HibernodeError, RefusedError
+from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 from hibernode.gpu.checks import QUIET
 from hibernode.gpu.cuda import CudaProcess, cuda_processes, find_tool
 from hibernode.gpu.devicemap import version
 from hibernode.gpu.here import unknown
+from hibernode.gpu.quiesce import plugins
 from hibernode.gpu.service import look_once
 from hibernode.gpu.state import GpuProcess, Snapshot
-from hibernode.gpu.thaw import PLUGIN
 from hibernode.host import cgroups, procfs
 from hibernode.preflight import Facts
 from hibernode.preflight.rows import row, size
@@ -88,7 +87,7 @@ async def gpu_findings(facts: Facts, settings: Settings) -> tuple[list[Finding],
 def _look(processes: Sequence[CudaProcess], snapshot: Snapshot, settings: GpuSettings) -> OnGpu:
     pids = {each.pid for each in processes}
     held = tuple(each for gpu in snapshot.gpus for each in gpu.processes or () if each.pid in pids)
-    tool, error = _tool(settings)
+    tool, error = _tool(settings, devices=any(each.devices for each in processes))
     return OnGpu(
         tuple(processes),
         held,
@@ -103,7 +102,7 @@ def _look(processes: Sequence[CudaProcess], snapshot: Snapshot, settings: GpuSet
     )
 
 
-def _tool(settings: GpuSettings) -> tuple[str, Finding | None]:
+def _tool(settings: GpuSettings, *, devices: bool) -> tuple[str, Finding | None]:
     expected = "what takes CUDA processes off the GPU (gpu.quiesce)"
     if settings.quiesce == "none":
         return "", Finding(
@@ -114,13 +113,14 @@ def _tool(settings: GpuSettings) -> tuple[str, Finding | None]:
             "set gpu.quiesce to auto",
             "CudaNotQuiesced",
         )
-    if settings.quiesce == "criu-plugin" and not (Path(settings.criu_plugins) / PLUGIN).is_file():
-        missing = f"no {PLUGIN} in {settings.criu_plugins}"
-        return "", Finding(
-            "cuda.tool", Verdict.FAIL, expected, missing, "set gpu.criu_plugins", "CudaPluginMissing"
-        )
     try:
-        tool = find_tool(settings)  # CRIU's plugin starts it too
+        tool = find_tool(settings)
+        if settings.quiesce == "criu-plugin":
+            plugins(settings, tool)  # which starts the tool
+    except NotFoundError as error:
+        if settings.quiesce == "auto" and not devices:
+            return "", Finding("cuda.tool", Verdict.OK, expected, f"{error.message}; no device is open")
+        return "", Finding("cuda.tool", Verdict.FAIL, expected, error.message, error.remedy, error.reason)
     except HibernodeError as error:
         return "", Finding("cuda.tool", Verdict.FAIL, expected, error.message, error.remedy, error.reason)
     return f"{tool.path}, {tool.version}", None
@@ -154,7 +154,7 @@ def doctor_finding(snapshot: Snapshot, settings: GpuSettings) -> list[Finding]:
     """Say whether a node with a driver has what takes processes off its GPUs; no row where none is."""
     if snapshot.state in QUIET:
         return []
-    tool, error = _tool(settings)
+    tool, error = _tool(settings, devices=True)
     found = error or Finding("cuda.tool", Verdict.OK, "cuda-checkpoint", tool)
     verdict = (
         Verdict.WARN if found.verdict is Verdict.FAIL else found.verdict

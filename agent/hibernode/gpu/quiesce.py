@@ -94,7 +94,7 @@ async def quiesce(pid: int, settings: GpuSettings, look: Look, journal: Journal)
             return None  # it is linked with CUDA, and there is no driver to use it with
         raise
     by_plugin = settings.quiesce == "criu-plugin"
-    libdir = _plugins(settings, tool) if by_plugin else NO_PLUGINS
+    libdir = plugins(settings, tool) if by_plugin else NO_PLUGINS
     driver, gpus, used = await _gpus(settings, processes)
 
     def noted(held: Sequence[CudaProcess]) -> None:
@@ -151,7 +151,7 @@ def _see_free(before: Sequence[CudaProcess], now: Sequence[CudaProcess]) -> None
         )
 
 
-def _plugins(settings: GpuSettings, tool: Tool) -> str:
+def plugins(settings: GpuSettings, tool: Tool) -> str:
     """Check CRIU's plugin, which CRIU loads as root, with all else in its directory."""
     directory = settings.criu_plugins
     problem = ""

@@ -6,19 +6,15 @@ import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
 from hibernode.artifact.manifest import CudaFacts, Manifest
-from hibernode.compat import row
 from hibernode.errors import HibernodeError
 from hibernode.gpu.cuda import CudaError, CudaProcess, Tool, alive, find_tool, wake
 from hibernode.gpu.devicemap import Here, findings, map_text, match
+from hibernode.gpu.quiesce import PLUGIN, plugins
 from hibernode.host import procfs
 from hibernode.settings import GpuSettings
 from hibernode.workload import Finding, Verdict
-
-PLUGIN: Final = "cuda_plugin.so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +33,21 @@ def plan(manifest: Manifest, settings: GpuSettings, here: Here) -> Thaw:
         return Thaw()
     pids = {task.pid for task in manifest.tree}
     rows = findings(cuda, pids, here)
-    if cuda.strategy == "criu-plugin":
-        return Thaw((*rows, _plugin(settings)))
     tool, found = _tool(cuda, settings)
+    if cuda.strategy == "criu-plugin":
+        return Thaw((*rows, found))
     device_map = "" if here.why else map_text(match(cuda.gpus, here).pairs)
     return Thaw((*rows, found), device_map, tool)
 
 
-def _plugin(settings: GpuSettings) -> Finding:
-    plugin = Path(settings.criu_plugins) / PLUGIN
-    return row(
-        "restore.cuda_tool",
-        Verdict.OK if plugin.is_file() else Verdict.FAIL,
-        f"CRIU's {PLUGIN}: it has made the checkpoint",
-        f"{plugin}" if plugin.is_file() else f"no {plugin}",
-        "set gpu.criu_plugins to the directory that has it",
-    )
-
-
 def _tool(cuda: CudaFacts, settings: GpuSettings) -> tuple[Tool | None, Finding]:
+    """Find the tool, and CRIU's plugin where that has made the checkpoint: it starts the tool too."""
     expected = f"cuda-checkpoint (it was {cuda.tool or 'of no known version'})"
     try:
         tool = find_tool(settings)
+        if cuda.strategy == "criu-plugin":
+            expected = f"{expected} and CRIU's {PLUGIN}, which has made the checkpoint"
+            plugins(settings, tool)
     except HibernodeError as error:
         return None, Finding(
             "restore.cuda_tool", Verdict.FAIL, expected, error.message, error.remedy, error.reason
