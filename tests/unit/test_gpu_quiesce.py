@@ -85,7 +85,7 @@ def test_a_tool_or_a_plugin_that_others_could_change_is_not_run(tmp_path: Path) 
     assert caught.value.reason == "CudaCheckpointUntrusted"
     (tmp_path / "cuda_plugin.so").touch()
     with pytest.raises(HibernodeError, match="finds cuda-checkpoint only in"):
-        quiesce._plugins(settings, tool)
+        quiesce.plugins(settings, tool)
     (tmp_path / "cuda_plugin.so").chmod(0o666)
     with pytest.raises(HibernodeError, match="can be written by others"):
-        quiesce._plugins(settings, tool)
+        quiesce.plugins(settings, tool)
