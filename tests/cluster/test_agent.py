@@ -30,6 +30,7 @@ while true; do sleep 0.1; done
 """
 """A worker of era B: handlers, and then it says that it is ready."""
 
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 OUTAGE_SECONDS = 60.0
 """How long the API server is away."""
 
@@ -58,6 +59,9 @@ def test_a_pod_is_frozen_and_its_worker_thawed_in_a_pod_that_waits(pods: Pods) -
     assert frozen.endswith(id_)
     for name in ("source", "job"):
         pods.events(name, "CheckpointStarted", "CheckpointSucceeded")
+    path = f"/apis/batch/v1/namespaces/{pods.namespace}/jobs/job"
+    until("status", lambda: pods.annotation(path, A1.status) == "completed", SECONDS)
+    assert pods.kube.request("GET", f"{LEASES.format(pods.namespace)}/job").status == 404
     until("restored worker", lambda: (waiting.state() or {}).get("restored"), SECONDS)
     waiting.counts_on()
     pods.events("restored", "RestoreStarted", "RestoreSucceeded")
@@ -76,8 +80,7 @@ def test_era_c_is_told_by_its_job_and_by_sentinels(pods: Pods, tmp_path: Path) -
     path = f"/apis/batch/v1/namespaces/{pods.namespace}/jobs/job"
     assert pods.annotation(path, C.status) == "completed"
     assert box.log() == "done\n"
-    lease = f"/apis/coordination.k8s.io/v1/namespaces/{pods.namespace}/leases/job"
-    spec = pods.kube.request("GET", lease).body["spec"]
+    spec = pods.kube.request("GET", f"{LEASES.format(pods.namespace)}/job").body["spec"]
     assert spec["leaseDurationSeconds"] == 30
     assert spec["holderIdentity"] == "" or spec["holderIdentity"].startswith("snapshot-agent/")
     target = pods.pod("restored", labels(C, id_, restore=True))

@@ -22,13 +22,14 @@ from hibernode.cluster.checkpoints import Checkpoints
 from hibernode.cluster.outbox import Outbox
 from hibernode.cluster.part import wanted
 from hibernode.cluster.pods import Kind, ask_of
-from hibernode.cluster.roster import Roster
+from hibernode.cluster.roster import Entry, Roster
 from hibernode.cluster.shared import MISSING_SECONDS, Shared, locate
+from hibernode.cluster.teller import Teller
 from hibernode.discovery.locate import Contract
 from hibernode.errors import RefusedError, UnavailableError
 from hibernode.gpu.state import Gpu, GpuState, Happened, NvmlState, Snapshot
 from hibernode.host.procfs import Process
-from hibernode.kube.api import KubeStatusError
+from hibernode.kube.api import MERGE, KubeApi, KubeStatusError
 from hibernode.kube.lease import Lease
 from hibernode.kube.names import ERAS, TRUE
 from hibernode.settings import KubernetesSettings, Settings
@@ -353,8 +354,7 @@ async def test_a_dump_whose_lease_another_has_taken_is_undone_and_not_answered()
                 raise answer
             return answer
 
-    job = {"apiVersion": "batch/v1", "kind": "Job", "name": "job", "uid": UID, "controller": True}
-    ask = ask_of(pod(source(C), metadata={"ownerReferences": [job]}), NODE)
+    ask = ask_of(pod(source(C), metadata={"ownerReferences": [JOB]}), NODE)
     assert ask is not None
     shared = SimpleNamespace(
         requests=SimpleNamespace(parts=SimpleNamespace(checkpointer=SimpleNamespace(run=dump)))
@@ -367,6 +367,56 @@ async def test_a_dump_whose_lease_another_has_taken_is_undone_and_not_answered()
     assert undone.is_set()
     assert (outcome.success, outcome.answered, outcome.reason) == (False, False, "LeaseLost")
     assert asks == []
+
+
+class Patched:
+    """An API server that takes patches and nothing else."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, dict[str, Any]]] = []
+
+    def budget(self) -> None:
+        """Give no limit."""
+
+    async def call(
+        self, method: str, path: str, _budget: None, *, body: dict[str, Any], content: str
+    ) -> None:
+        """Note a merge patch."""
+        assert (method, content) == ("PATCH", MERGE)
+        self.taken.append((path, body["metadata"]))
+
+
+JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "job", "uid": UID, "controller": True}
+
+
+@pytest.mark.parametrize(("success", "word"), [(True, "completed"), (False, "failed")])
+async def test_the_job_of_a_pod_of_era_a1_is_told_later_if_it_cannot_be_now(success: bool, word: str) -> None:
+    """By era C's annotation, but the worker waits for nobody, and no Lease is asked for."""
+    outbox, server = Outbox(), Patched()
+    teller = Teller(outbox, NODE)
+    checkpoints = Checkpoints(cast("Shared", SimpleNamespace(teller=teller)))
+    ask = ask_of(pod(source(A1), metadata={"ownerReferences": [JOB]}), NODE)
+    assert ask is not None
+    await checkpoints._tell_status(ask, success=success)  # there is no API server yet
+    assert len(outbox) == 1
+    teller.connect(cast("KubeApi", server))
+    assert await checkpoints._may_begin(Entry(ask, "1"))
+    task = asyncio.create_task(outbox.run())
+    await until(lambda: not len(outbox))
+    task.cancel()
+    told = {"uid": UID, "annotations": {"nvidia.com/snapshot-checkpoint-status": word}}
+    assert server.taken == [("/apis/batch/v1/namespaces/workers/jobs/job", told)]
+
+
+async def test_nobody_is_told_where_a_pod_of_era_a1_has_no_job() -> None:
+    """An owner of another kind, or one that only has the name of a Job, is none."""
+    outbox = Outbox()
+    checkpoints = Checkpoints(cast("Shared", SimpleNamespace(teller=Teller(outbox, NODE))))
+    for owner in ({**JOB, "kind": "ReplicaSet"}, {**JOB, "controller": False}, {**JOB, "uid": "../x"}):
+        ask = ask_of(pod(source(A1), metadata={"ownerReferences": [owner]}), NODE)
+        assert ask is not None
+        await checkpoints._tell_status(ask, success=True)
+    assert not len(outbox)
 
 
 def test_the_status_command_names_each_pod_that_asks() -> None:

@@ -158,7 +158,7 @@ class Checkpoints:
     async def _may_begin(self, entry: Entry) -> bool:
         """Take the Lease of the Job, where the era has one; an API server that is away stops nobody."""
         ask, api = entry.ask, self._shared.teller.api
-        if not ask.era.status_on_job or ask.job is None or api is None:
+        if not ask.era.lease or ask.job is None or api is None:
             return True
         job = ask.job
         lease = self._leases.setdefault(
@@ -231,13 +231,16 @@ class Checkpoints:
         return outcome
 
     async def _tell_status(self, ask: Ask, *, success: bool) -> None:
-        """Set the annotation of the eras that have one; of a Job before its worker ends."""
+        """Set the annotation of the eras that have one; in era C before the worker ends.
+
+        Era A1's worker does not wait for the API server: whoever reads its Job gives the word some time.
+        """
         target = ask.job if ask.era.status_on_job else ask.pod
         if not ask.era.status or target is None:
             return
         annotations = {ask.era.status: COMPLETED if success else FAILED}
         teller = self._shared.teller
-        if ask.era.status_on_job:
+        if ask.era.lease:
             send = partial(teller.send_annotations, target, annotations)
             await teller.outbox.now(send, f"{target.kind} {target.uid} annotations", STATUS_SECONDS)
         else:

@@ -47,7 +47,6 @@ LONGEST_RETRY_SECONDS: Final = 6 * 3600.0
 NOT_ACCEPTABLE: Final = frozenset({400, 413, 422})
 """What an API server says of an object that it will never take."""
 
-_STATUS_ANNOTATION: Final = next(era.status for era in names.ERAS if era.status_on_job)
 _RETRYABLE: Final = frozenset({"JobFailed", "CheckpointVerificationFailed"})
 _COUNT: Final = re.compile(r"[0-9]{1,3}", re.ASCII)
 
@@ -131,7 +130,7 @@ class Reconciler:
         try:
             job = build_job(raw, id_, self._options)
             self._check_rivals(raw, id_)
-            made = await self._make(raw, namespace, job)
+            await self._make(raw, namespace, job)
         except RefusedError as error:
             await self._refuse(raw, error)
             return
@@ -146,7 +145,7 @@ class Reconciler:
         text = f"Checkpoint job {name} created"
         changes = {"phase": Phase.CREATING, "jobName": name, "message": None}
         await self._writes.status(raw, changes, [Condition(JOB_CREATED, True, "JobCreated", text)])
-        if made:
+        if not holds(raw, JOB_CREATED):  # not by who made it: the write of the status may have failed then
             await self._events.say(raw, "Normal", "JobCreated", text)
 
     async def _creating(self, raw: Mapping[str, Any], id_: CheckpointId) -> float | None:
@@ -233,7 +232,7 @@ class Reconciler:
             if elder.digest != me.digest:
                 raise RefusedError(
                     f"another identity has the hash {id_} too: that of {name}",
-                    remedy="change an extra parameter of one, or set controller.hash_length to 16",
+                    remedy="change an extra parameter of this one, or set controller.hash_length to 16",
                     reason="HashCollision",
                 )
             if elder.phase not in (Phase.READY, Phase.FAILED):
@@ -241,8 +240,8 @@ class Reconciler:
                     f"waits for {name}, which makes the same checkpoint", reason="WaitsForSameIdentity"
                 )
 
-    async def _make(self, raw: Mapping[str, Any], namespace: str, job: Mapping[str, Any]) -> bool:
-        """Make the Job; False if it is there already."""
+    async def _make(self, raw: Mapping[str, Any], namespace: str, job: Mapping[str, Any]) -> None:
+        """Make the Job, unless it is there already."""
         try:
             await self._writes.create(namespace, job)
         except KubeStatusError as error:
@@ -260,8 +259,6 @@ class Reconciler:
                 raise HeldError(
                     f"there is a Job {name} that is another's; delete or rename it", reason="JobNameTaken"
                 ) from error
-            return False
-        return True
 
     async def _hold(self, raw: Mapping[str, Any], error: HibernodeError) -> None:
         """Say what stands in the way, once."""
@@ -302,8 +299,8 @@ class Reconciler:
         """Ask whether the artifact is whole, whom the settings name; empty if it is, or nobody is asked."""
         if self._settings.verify == "agent":
             annotations = metadata_of(job).get("annotations")
-            told = annotations.get(_STATUS_ANNOTATION) if isinstance(annotations, dict) else None
-            said = {"completed": "", "failed": "the node agent says that it failed"}
+            told = annotations.get(names.JOB_STATUS) if isinstance(annotations, dict) else None
+            said = {names.COMPLETED: "", names.FAILED: "the node agent says that it failed"}
             return said.get(str(told), "no node agent has confirmed the artifact")
         if self._settings.verify == "store" and self._artifacts is not None:
             return await self._artifacts.problem(id_)

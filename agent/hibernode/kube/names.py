@@ -22,6 +22,9 @@ KIND: Final = "DynamoCheckpoint"
 TRUE: Final = "true"
 """What a label of an era says where it says yes."""
 
+JOB_STATUS: Final = f"{PREFIX}snapshot-checkpoint-status"
+"""The Job's annotation that tells how its checkpoint went: era C's, which the agent writes in era A1 too."""
+
 IN_PROGRESS: Final = "in_progress"
 COMPLETED: Final = "completed"
 FAILED: Final = "failed"
@@ -57,8 +60,9 @@ class KubeEra:
     ``ids``: labels that carry the checkpoint id, the one written now first. ``restore``: the label of a
     restore target; empty where none marks it. With ``restore_by_id`` a pod with the first of ``ids`` that is
     no source is one too. ``status``: the annotation that a checkpoint's status is told by, on the pod or,
-    with ``status_on_job``, on its Job. ``restore_status``: the pod's annotation. ``ready_file``: the worker's
-    own ready file where its environment names none; with ``Word.SENTINEL`` a name in the control volume.
+    with ``status_on_job``, on its Job. ``lease``: a Lease with the Job's name is held meanwhile, and the
+    worker is told after the Job. ``restore_status``: the pod's annotation. ``ready_file``: the worker's own
+    ready file where its environment names none; with ``Word.SENTINEL`` a name in the control volume.
     """
 
     name: str
@@ -67,6 +71,7 @@ class KubeEra:
     restore: str = ""
     status: str = ""
     status_on_job: bool = False
+    lease: bool = False
     restore_status: str = ""
     restore_container_id: str = ""
     target_containers: str = ""
@@ -81,6 +86,8 @@ ERAS: Final = (
         source=f"{PREFIX}checkpoint-source",
         ids=(f"{PREFIX}checkpoint-hash",),
         restore=f"{PREFIX}checkpoint-restore",  # of a later A1 variant
+        status=JOB_STATUS,  # ours: Dynamo's agent of this era told the Job nothing
+        status_on_job=True,
     ),
     KubeEra(
         name="B",
@@ -97,8 +104,9 @@ ERAS: Final = (
         source=f"{PREFIX}snapshot-is-checkpoint-source",
         ids=(f"{PREFIX}snapshot-checkpoint-id", f"{PREFIX}snapshot-checkpoint-hash"),
         restore=f"{PREFIX}snapshot-is-restore-target",
-        status=f"{PREFIX}snapshot-checkpoint-status",
+        status=JOB_STATUS,
         status_on_job=True,
+        lease=True,
         restore_status=f"{PREFIX}snapshot-restore-status",
         restore_container_id=f"{PREFIX}snapshot-restore-container-id",
         target_containers=f"{PREFIX}snapshot-target-containers",
