@@ -1,8 +1,8 @@
-"""An API server in this process: real HTTP on loopback, for ModelMetadata objects, ConfigMaps and Leases.
+"""An API server in this process: real HTTP on loopback, for the objects of the agent and the controller.
 
 It keeps what clients have to reckon with: resource versions, 409, 410 and 422, merge patches, the status
-subresource, label selectors, pages, watches with bookmarks, preconditions, the CRD's schema (defaults,
-pruning, checks), the limits of a ConfigMap and of etcd. Faults can be injected by method and path.
+subresource, finalizers, label selectors, pages, watches with bookmarks, preconditions, the CRD's schema
+(defaults, pruning, checks), the limits of a ConfigMap and of etcd. Faults can be injected by method and path.
 """
 
 from __future__ import annotations
@@ -26,6 +26,20 @@ SCHEMA = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 OBJECTS = "modelmetadatas"
 CONFIGMAPS = "configmaps"
 LEASES = "leases"
+CHECKPOINTS = "dynamocheckpoints"
+JOBS = "jobs"
+EVENTS = "events"
+WITH_STATUS = frozenset({OBJECTS, CHECKPOINTS, JOBS})
+"""Kinds whose status is a part that is written by itself."""
+
+GROUPS = {
+    "api/v1": (CONFIGMAPS, EVENTS, "pods"),
+    "apis/modelexpress.nvidia.com/v1alpha1": (OBJECTS,),
+    "apis/coordination.k8s.io/v1": (LEASES,),
+    "apis/nvidia.com/v1alpha1": (CHECKPOINTS,),
+    "apis/batch/v1": (JOBS,),
+}
+PATH = re.compile(r"/(apis?/.*?v1(?:alpha1)?)(?:/namespaces/([^/]+))?/([a-z]+)(?:/([^/]+))?(/status)?")
 CONFIGMAP_LIMIT = 1 << 20
 ETCD_LIMIT = 1_572_864
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -138,8 +152,13 @@ class FakeKube:
         return sorted(name for space, kinds, name in self.objects if (space, kinds) == (namespace, kind))
 
     def remove(self, kind: str, name: str, namespace: str = "ns") -> None:
-        """Delete an object."""
-        self._drop(namespace, kind, name)
+        """Delete an object, or say that it is to go where it has finalizers."""
+        raw = copy.deepcopy(self.get(kind, name, namespace))
+        if not raw["metadata"].get("finalizers"):
+            self._drop(namespace, kind, name)
+        elif "deletionTimestamp" not in raw["metadata"]:
+            raw["metadata"]["deletionTimestamp"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            self._store(namespace, kind, raw, "MODIFIED")
 
     def forget(self) -> None:
         """Compact: versions from before are answered with 410."""
@@ -176,14 +195,7 @@ class FakeKube:
         return web.json_response(status, status=fault.code, headers=fault.headers)
 
     def _answer(self, request: web.Request, body: Any) -> tuple[int, dict[str, Any]]:
-        match = re.fullmatch(
-            r"/(?:api/v1|apis/modelexpress\.nvidia\.com/v1alpha1|apis/coordination\.k8s\.io/v1)"
-            r"/namespaces/([^/]+)/(configmaps|modelmetadatas|leases|pods)(?:/([^/]+))?(/status)?",
-            request.path,
-        )
-        if match is None:
-            raise StatusError(404, "NotFound", "the server could not find the requested resource")
-        namespace, kind, name, sub = match.groups()
+        namespace, kind, name, sub = parsed(request.path)
         if name is None:
             if request.method == "GET":
                 return 200, self._list(request, namespace, kind)
@@ -202,14 +214,17 @@ class FakeKube:
         return 200, self._patch(namespace, kind, name, body, status_only=bool(sub))
 
     def _list(self, request: web.Request, namespace: str, kind: str) -> dict[str, Any]:
-        wanted = dict(
-            part.split("=", 1) for part in request.query.get("labelSelector", "").split(",") if part
+        selector = request.query.get("labelSelector", "")
+        spaces = sorted(
+            {space for space, kinds, _ in self.objects if kinds == kind and namespace in ("", space)}
         )
-        names = [
-            name
-            for name in self.names(kind, namespace)
-            if wanted.items() <= (self.get(kind, name, namespace)["metadata"].get("labels") or {}).items()
-        ]
+        found = {
+            f"{space}/{name}": raw
+            for space in spaces
+            for name in self.names(kind, space)
+            if selected(raw := self.get(kind, name, space), selector)
+        }
+        names = sorted(found)
         version, after = self.version, ""
         if "continue" in request.query:
             token = json.loads(base64.b64decode(request.query["continue"]))
@@ -222,14 +237,14 @@ class FakeKube:
         if len(rest) > limit:
             token = json.dumps({"version": version, "after": page[-1]}).encode()
             metadata["continue"] = base64.b64encode(token).decode()
-        items = [self.get(kind, name, namespace) for name in page]
+        items = [found[name] for name in page]
         if "PartialObjectMetadataList" in request.headers.get("Accept", ""):
             items = [{"metadata": item["metadata"]} for item in items]
         return {"metadata": metadata, "items": items}
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         seen = int(request.query["resourceVersion"])
-        namespace = request.path.split("/namespaces/")[1].split("/")[0]
+        namespace, kind, _, _ = parsed(request.path)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         if seen < self.oldest:
             status = {"kind": "Status", "code": 410, "reason": "Expired"}
@@ -239,8 +254,8 @@ class FakeKube:
         await response.prepare(request)
         end = asyncio.get_running_loop().time() + int(request.query.get("timeoutSeconds", "60"))
         while not self._over.is_set():
-            for version, space, kind, event, raw in self.history:
-                if version > seen and (space, kind) == (namespace, OBJECTS):
+            for version, space, kinds, event, raw in list(self.history):
+                if version > seen and kinds == kind and namespace in ("", space):
                     await response.write(json.dumps({"type": event, "object": raw}).encode() + b"\n")
             seen = max(seen, self.version)
             self._news.clear()
@@ -265,7 +280,7 @@ class FakeKube:
         if (namespace, kind, name) in self.objects:
             raise StatusError(409, "AlreadyExists", f'{kind} "{name}" already exists')
         raw = copy.deepcopy(body)
-        if kind == OBJECTS:
+        if kind in WITH_STATUS:
             raw.pop("status", None)
         raw["metadata"] |= {
             "namespace": namespace,
@@ -282,10 +297,12 @@ class FakeKube:
         version = (body.get("metadata") or {}).get("resourceVersion")
         if version is not None and version != old["metadata"]["resourceVersion"]:
             raise StatusError(409, "Conflict", "the object has been modified")
+        if (body.get("metadata") or {}).get("uid", old["metadata"]["uid"]) != old["metadata"]["uid"]:
+            raise StatusError(409, "Conflict", "Precondition failed: UID in precondition")
         merged = merge(old, body)
         new = copy.deepcopy(old)
         for part in merged.keys() | new.keys():
-            if kind != OBJECTS or (part == "status") == status_only:
+            if kind not in WITH_STATUS or (part == "status") == status_only:
                 if part in merged:
                     new[part] = merged[part]
                 else:
@@ -296,6 +313,9 @@ class FakeKube:
             new["metadata"]["generation"] += 1
         if new == old:
             return old
+        if new["metadata"].get("deletionTimestamp") and not new["metadata"].get("finalizers"):
+            self._drop(namespace, kind, name)
+            return new
         return self._store(namespace, kind, new, "MODIFIED")
 
     def _replace(self, namespace: str, kind: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +331,7 @@ class FakeKube:
         for key, value in (body.get("preconditions") or {}).items():
             if metadata[key] != value:
                 raise StatusError(409, "Conflict", f"precondition failed: {key}")
-        self._drop(namespace, kind, name)
+        self.remove(kind, name, namespace)
 
     def _admit(self, kind: str, raw: dict[str, Any]) -> dict[str, Any]:
         """Check as the API server does; drops what the schema does not know."""
@@ -355,6 +375,21 @@ class FakeKube:
     def _uid(self) -> str:
         self.uids += 1
         return f"00000000-0000-4000-8000-{self.uids:012d}"
+
+
+def parsed(path: str) -> tuple[str, str, str | None, str | None]:
+    """Take a path apart: namespace (empty for all), kind, name, subresource."""
+    match = PATH.fullmatch(path)
+    if match is None or match[3] not in GROUPS.get(match[1], ()):
+        raise StatusError(404, "NotFound", "the server could not find the requested resource")
+    return match[2] or "", match[3], match[4], match[5]
+
+
+def selected(raw: dict[str, Any], selector: str) -> bool:
+    """Tell whether an object has these labels; one without a value only has to be there."""
+    labels = raw["metadata"].get("labels") or {}
+    parts = [part.partition("=") for part in selector.split(",") if part]
+    return all(labels.get(name) == value if equals else name in labels for name, equals, value in parts)
 
 
 def cut(request: web.Request) -> None:

@@ -34,6 +34,9 @@ REFILL_SECONDS: Final = 300.0
 MAX_OBJECTS: Final = 4096
 """Objects whose budgets are remembered."""
 
+MAX_COUNT: Final = (1 << 31) - 1
+"""An event's count is an int32; beyond it the API server would refuse the event."""
+
 CONFLICT: Final = 409
 MAX_NAME: Final = 253 - 17
 
@@ -109,7 +112,8 @@ class EventWriter:
                 raise
             found = await self._api.call("GET", f"{folder}/{name}", budget)
             count = found.get("count")
-            more = {"count": count + 1 if isinstance(count, int) else 2, "lastTimestamp": now}
+            count = min(max(count, 1), MAX_COUNT - 1) + 1 if isinstance(count, int) else 2
+            more = {"count": count, "lastTimestamp": now}
             await self._api.call("PATCH", f"{folder}/{name}", budget, body=more, content=MERGE)
 
     def _allowed(self, uid: str) -> bool:
