@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hibernode.artifact.store import Store
 from hibernode.artifact.verify import first_problem
-from hibernode.errors import HibernodeError
+from hibernode.errors import IntegrityError, NotFoundError, RefusedError, UnavailableError
 from hibernode.workload import CheckpointId
 
 
@@ -25,21 +25,35 @@ class Artifacts:
         self._store.close()
 
     async def problem(self, id_: CheckpointId) -> str:
-        """Tell what is wrong with the artifact of ``id_``, by names and sizes of files; empty for nothing."""
+        """Tell what is wrong with the artifact of ``id_``, by names and sizes of files; empty for nothing.
+
+        :raises HibernodeError: the store cannot be read now, which says nothing of the artifact.
+        """
         return await asyncio.to_thread(self._problem, id_)
 
     async def remove(self, id_: CheckpointId) -> str:
-        """Remove the artifacts of ``id_``; tells why some are kept, if any."""
+        """Remove the artifacts of ``id_``; tells why some are kept, if any.
+
+        :raises HibernodeError: the store cannot be written now.
+        """
         return await asyncio.to_thread(self._remove, id_)
 
     def _problem(self, id_: CheckpointId) -> str:
         try:
             return first_problem(self._store.verify(self._store.get(id_), digests=False))
-        except HibernodeError as error:
+        except (NotFoundError, IntegrityError, RefusedError) as error:
             return error.message
+        except OSError as error:
+            raise self._away(error) from error
 
     def _remove(self, id_: CheckpointId) -> str:
-        left = self._store.remove(id_)
+        try:
+            left = self._store.remove(id_)
+        except OSError as error:
+            raise self._away(error) from error
         if not left:
             return ""
         return "it is pinned" if all(one.pinned for one in left) else "it is in use"
+
+    def _away(self, error: OSError) -> UnavailableError:
+        return UnavailableError(f"store {self._store.path}: {error.strerror}", remedy="is it mounted?")

@@ -58,6 +58,7 @@ class Controller:
         self.leads = False
         self._events = EventWriter(api, COMPONENT)
         self._artifacts: Artifacts | None = None
+        self._listed = asyncio.Event()
         self._checkpoints, self._jobs, self._followers = self._fresh()
         self._lease: Lease | None = None
         if self.ours.election:
@@ -140,6 +141,7 @@ class Controller:
         """Begin with nothing known and nothing to do."""
         self.queue.close()
         self.queue = WorkQueue()
+        self._listed.clear()
         checkpoints, jobs = Checkpoints(self.queue.add, self._wanted), Jobs(self.queue.add, self._wanted)
         where = f"/namespaces/{self.ours.namespace}" if self.ours.namespace else ""
         listings = (
@@ -159,6 +161,10 @@ class Controller:
         return namespace not in self.ours.excluded_namespaces
 
     async def _follow(self) -> None:
+        """List all, let the work begin, and follow.
+
+        Not before: who has the same identity decides what is made, and what may be removed.
+        """
         for follower in self._followers:
             while True:
                 try:
@@ -168,6 +174,7 @@ class Controller:
                     await asyncio.sleep(START_SECONDS)
                 else:
                     break
+        self._listed.set()
         await asyncio.Event().wait()
 
     async def _resync(self) -> None:
@@ -183,6 +190,7 @@ class Controller:
         writes = Writes(self.api)
         reconciler = Reconciler(writes, self._events, self.settings, self._checkpoints, self._artifacts)
         queue = self.queue
+        await self._listed.wait()
         while True:
             key = await queue.take()
             left = self._lease.left() if self._lease is not None else LOOK_SECONDS

@@ -55,7 +55,10 @@ def seen(raw: Mapping[str, Any]) -> Seen:
 
 
 class Checkpoints:
-    """Takes the watch of DynamoCheckpoints; every change is a reason to look."""
+    """Takes the watch of DynamoCheckpoints; every change is a reason to look.
+
+    Those that are not ``wanted`` are known too: one may have the artifact of one that is.
+    """
 
     def __init__(self, add: Callable[[Key], None], wanted: Callable[[str], bool]) -> None:
         self._add, self._wanted = add, wanted
@@ -64,10 +67,10 @@ class Checkpoints:
     def apply(self, raw: dict[str, Any]) -> None:
         """Look at it, and at those that wait for it."""
         new = seen(raw)
-        if not self._wanted(new.key[0]):
-            return
         old = self._known.get(new.uid)
         self._known[new.uid] = new
+        if not self._wanted(new.key[0]):
+            return
         self._add(new.key)
         if old is not None and (old.phase, old.digest, old.leaving) != (new.phase, new.digest, new.leaving):
             self._wake(old)
@@ -85,14 +88,14 @@ class Checkpoints:
             self._wake(self._known.pop(uid))
 
     def keys(self) -> list[Key]:
-        """List all."""
-        return [one.key for one in self._known.values()]
+        """List all that are wanted."""
+        return [one.key for one in self._known.values() if self._wanted(one.key[0])]
 
     def phases(self) -> dict[str, float]:
-        """Count by phase."""
+        """Count those that are wanted by phase."""
         counts: dict[str, float] = dict.fromkeys(("Pending", "Creating", "Ready", "Failed"), 0.0)
         for one in self._known.values():
-            if one.phase in counts:
+            if one.phase in counts and self._wanted(one.key[0]):
                 counts[one.phase] += 1
         return counts
 
@@ -108,6 +111,8 @@ class Checkpoints:
         return sorted(found, key=lambda one: one.age)
 
     def _wake(self, changed: Seen) -> None:
+        if not self._wanted(changed.key[0]):
+            return
         for one in self._known.values():
             if one.uid != changed.uid and one.key[0] == changed.key[0] and one.phase == "Pending":
                 self._add(one.key)
