@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 
 from hibernode.controller.service import LEASE, Controller
+from hibernode.health import DegradedError
 from hibernode.settings import Settings
 from tests.unit.artifact_kit import ID
 from tests.unit.cli_kit import HIBERNODE, Machine, machine  # noqa: F401 - a fixture
@@ -146,6 +147,19 @@ async def test_a_lease_that_cannot_be_renewed_ends_the_work_in_time() -> None:
         await fake.down()
         await fake.up()
         await until(lambda: controller.leads)
+
+
+async def test_a_controller_that_may_not_lead_says_so() -> None:
+    """One that waits for another is well; one that cannot ask is not, and nobody would notice."""
+    async with FakeKube() as fake:
+        fake.faults.append(lambda _, path: Fault(403) if "/leases" in path else None)
+        async with running(fake, lease_seconds=0.5) as controller:
+            await until(lambda: controller._trouble)
+            with pytest.raises(DegradedError, match="forbids"):
+                await controller.check()
+            fake.faults.clear()
+            await until(lambda: controller.leads and controller._listed.is_set())
+            assert await controller.check() == "leads"
 
 
 async def test_the_program_serves_leads_and_gives_its_lease_back(machine: Machine, tmp_path: Path) -> None:  # noqa: F811 - the fixture

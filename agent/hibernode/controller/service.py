@@ -56,6 +56,7 @@ class Controller:
         self.queue = WorkQueue()
         self.looks = dict.fromkeys(("done", "again", "held", "failed"), 0.0)
         self.leads = False
+        self._trouble = ""  # why the Lease cannot be asked for
         self._events = EventWriter(api, COMPONENT)
         self._artifacts: Artifacts | None = None
         self._listed = asyncio.Event()
@@ -94,10 +95,13 @@ class Controller:
 
     async def _ask(self, lease: Lease) -> bool:
         try:
-            return await lease.ask()
+            asked = await lease.ask()
         except UnavailableError as error:
+            self._trouble = error.message
             log.warning("%s", error.message)
             return False
+        self._trouble = ""
+        return asked
 
     async def _renew(self) -> None:
         """Renew the Lease until it is lost."""
@@ -227,6 +231,8 @@ class Controller:
 
         :raises DegradedError: the API server has not been heard.
         """
+        if not self.leads and self._trouble:
+            raise DegradedError(f"waits to lead, but {self._trouble}")
         if not self.leads:
             return "waits to lead"
         for follower in self._followers:
