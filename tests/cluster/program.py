@@ -36,8 +36,14 @@ class Program:
         """Start it and wait until ``ready``; an end before that is an error with the end of its log."""
         assert self._process is None, f"{self.log.stem} runs already"
         with self.log.open("ab") as log:
+            # In a group of its own: a terminal's Ctrl-C is for us, who end it in its turn.
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                process_group=0,
             )
 
         def alive_and_ready() -> bool:

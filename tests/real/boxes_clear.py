@@ -74,11 +74,21 @@ def remove_cgroups(token: str) -> None:
     until(f"end of the cgroups of {token}", gone)
 
 
+def thaw(token: str) -> None:
+    """Let the processes in the cgroups of the token run: frozen in a dump they take no signal."""
+    for path in cgroups_of(token):
+        for name, value in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+            with contextlib.suppress(OSError):
+                if (path / name).exists():
+                    (path / name).write_text(value)
+
+
 def clear(base: Path) -> None:
     """Take away all that bears the token of ``base``, and it."""
     token = base.name.removeprefix(PREFIX)
 
     def ended() -> bool:
+        thaw(token)
         for pid in processes_of(token):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -68,8 +68,13 @@ class Daemon:
         self._write_network(gateway)
         self._log = base / "containerd.log"
         with self._log.open("ab") as log:
+            # In a group of its own: a terminal's Ctrl-C is for us, who need it to take the containers away.
             self._process = subprocess.Popen(
-                ["containerd", "--config", config], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                ["containerd", "--config", config],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
             )
         self.wire = Wire(self.socket)
         until("containerd", self._answers)
