@@ -12,6 +12,9 @@ from pathlib import Path
 from hibernode.host import procfs
 
 SONAME = "libcuda.so.1"
+IN_BOX = "/opt/cuda"
+"""Where a container has what was built."""
+
 HERE = Path(__file__).parent
 VERSION = "580.65.06"
 
@@ -23,7 +26,7 @@ def build(directory: Path) -> Path:
     gcc: list[str | Path] = ["gcc", "-O1", "-Wall"]
     for command in (
         [*gcc, "-shared", "-fPIC", f"-Wl,-soname,{SONAME}", "-o", library, source],
-        [*gcc, "-DWORKER", f"-Wl,-rpath,{directory}", "-o", directory / "worker", source, library],
+        [*gcc, "-DWORKER", f"-Wl,-rpath,{directory}:{IN_BOX}", "-o", directory / "worker", source, library],
         [*gcc, "-o", directory / "cuda-checkpoint", HERE / "cuda_tool.c"],
     ):
         subprocess.run(command, check=True)
