@@ -6,8 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import IO, Any, Final
 
 from hibernode import restored, shim
 from hibernode.apart import uncut
@@ -23,7 +24,7 @@ from hibernode.workload import CheckpointId
 SLACK_SECONDS: Final = 30.0
 """The shim has its own deadline on CRIU; this much later it is taken for dead."""
 
-Awaken = Callable[[int], Awaitable[None]]
+Awaken = Callable[[int], Coroutine[Any, Any, None]]
 """Gets the pid of the restored tree's root, and brings back what CRIU does not."""
 
 
@@ -52,11 +53,7 @@ async def run_shim(directory: Dir, seconds: float, awaken: Awaken) -> dict[str, 
             line = await reader.readline()
         state = _parsed(line)
         if state.get("phase") == Phase.WAKING:
-            await _within(awaken(int(state["pid"])), seconds)
-            process.stdin.write(shim.AWAKE)
-            process.stdin.flush()
-            async with asyncio.timeout(SLACK_SECONDS):
-                line = await reader.readline()
+            line = await _woken(awaken(int(state["pid"])), seconds, process.stdin, reader)
     except BaseException:
         # A restore that nobody waits for any more is undone: the shim ends CRIU's tree with itself.
         process.stdin.close()
@@ -79,7 +76,41 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-async def _within(work: Awaitable[None], seconds: float) -> None:
+async def _woken(
+    work: Coroutine[Any, Any, None], seconds: float, word: IO[bytes], reader: asyncio.StreamReader
+) -> bytes:
+    """Wait for the GPU state, give the shim word, and wait for its answer.
+
+    The work is not waited for when the shim ends meanwhile.
+
+    :raises CriuError: it has ended, reason ``ShimEnded``.
+    """
+    answer = asyncio.create_task(reader.readline())
+    waking = asyncio.create_task(work)
+    try:
+        await _within(seconds, asyncio.wait({answer, waking}, return_when=asyncio.FIRST_COMPLETED))
+        if waking.done():
+            await waking
+            with suppress(BrokenPipeError):
+                word.write(shim.AWAKE)
+                word.flush()
+            async with asyncio.timeout(SLACK_SECONDS):
+                await asyncio.wait({answer})
+        line = answer.result()
+    finally:
+        for task in (waking, answer):
+            task.cancel()
+        await uncut(asyncio.wait({waking, answer}))
+    if not line:
+        raise CriuError(
+            "the shim ended while the GPU state of the restored worker was brought back",
+            remedy="see who has killed it: journalctl -k has the kernel's reasons, one is the lack of memory",
+            reason="ShimEnded",
+        )
+    return line
+
+
+async def _within(seconds: float, work: Awaitable[object]) -> None:
     """Wait for the GPU state, which has deadlines of its own, one for each call."""
     try:
         async with asyncio.timeout(seconds):

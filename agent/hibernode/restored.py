@@ -19,7 +19,7 @@ from hibernode.host import procfs
 from hibernode.host.safefs import Dir
 from hibernode.journal import JOURNAL, Step, read_journal
 from hibernode.state import StateDir, read_json, write_json
-from hibernode.worker import noted_key
+from hibernode.worker import end_tree, noted_key
 from hibernode.workload import CheckpointId, ProcessKey
 
 log = logging.getLogger("hibernode.restored")
@@ -158,7 +158,8 @@ def undo(directory: Dir) -> None:
 
     A shim that has not begun will not. One that has a worker by now is left alone: it came too late for that.
     The shim ends what CRIU leaves. One that does not end in time is killed, and CRIU with it, since it
-    is to die with its parent; tasks that CRIU had forked by then still carry the job's mark.
+    is to die with its parent; tasks that CRIU had forked by then still carry the job's mark. A whole tree
+    that waits for its GPU state does not: the shim has noted its root.
     """
     name = directory.path.name
     with contextlib.suppress(OSError):  # on a full disk we can only hope that the shim has begun
@@ -174,6 +175,11 @@ def undo(directory: Dir) -> None:
             log.warning("%s: the shim, pid %d, does not end and is killed", name, shim_pid)
             shim.send_signal(signal.SIGKILL)
             kill_leftovers(name.partition(".")[2])
+    note = read_json(directory, "state.json") or {}
+    asleep = noted_key(note.get("asleep"))
+    same_boot = (read_journal(directory) or {}).get("boot_id") == procfs.boot_id()
+    if asleep is not None and note.get("phase") == Phase.WAKING and same_boot:
+        end_tree(asleep)
 
 
 def has_worker(directory: Dir) -> bool:

@@ -140,9 +140,10 @@ class Shim:
     def wait_awake(self, root: int) -> None:
         """Say that the tree is there, and wait until its GPU state is; a "no" is the end of the agent's pipe.
 
-        Nothing of this is in ``state.json``: who finds it there takes the worker for one that runs.
+        In ``state.json`` it is not under ``pid``: who finds it there takes the worker for one that runs.
+        It is there so that somebody can end the tree when we are killed.
         """
-        self.save(phase="waking")
+        self.save(phase="waking", asleep={"pid": root, "start_ticks": start_ticks(root)})
         os.write(1, (json.dumps({**self.state, "pid": root}) + "\n").encode())
         if os.read(0, len(AWAKE)) != AWAKE:
             raise NotAwakeError("the GPU state of the worker was not brought back")

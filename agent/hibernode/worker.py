@@ -159,3 +159,22 @@ def end_since(pids: Iterable[int], began: float, spared: Callable[[], Collection
                 break
             time.sleep(0.005)
     return ended
+
+
+def end_tree(root: ProcessKey) -> None:
+    """Kill a process and all below it, the root last: without it nobody knows who was below."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            tree = procfs.tree(root.pid)
+        except ProcessLookupError:
+            return
+        living = [stat for stat in tree if stat.state not in "ZX"]
+        if tree[0].key != root or not living:
+            return
+        for stat in living[1:] or living:
+            with contextlib.suppress(ProcessLookupError), Process.open(stat.pid) as process:
+                if process.key == stat.key:
+                    process.send_signal(signal.SIGKILL)
+        time.sleep(0.005)
+    log.error("killed and not gone within %g s: the tree of pid %d", GONE_SECONDS, root.pid)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.gpu import cuda_kit
 from tests.gpu.cuda_kit import CudaTool
-from tests.real.boxes import Kit
-from tests.real.node import Node, read_json, until
-from tests.real.places import descendants, inner_pid, placed
+from tests.real.boxes import Box, Kit
+from tests.real.node import HIBERNODE, Node, read_json, state_letter, until
+from tests.real.places import Place, descendants, inner_pid, placed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.criu, pytest.mark.containers]
 
@@ -38,31 +41,78 @@ def inner(pids: list[int]) -> dict[int, int]:
     return {inner_pid(pid): pid for pid in pids}
 
 
+@pytest.fixture
+def place(node: Node, kit: Kit) -> Iterator[Place]:
+    """Give a place for boxes with the stand-ins in them."""
+    with placed(node, kit, "runc") as here:
+        yield here
+
+
+def start(place: Place, tool: CudaTool, id_: str) -> Box:
+    """Start a worker."""
+    argv = (f"{cuda_kit.IN_BOX}/worker", str(PROCESSES))
+    box = place.start(id_, argv=argv, more_binds=[(tool.built, cuda_kit.IN_BOX, "ro")])
+    until("CUDA in all processes", lambda: tool.states(box.pid) == RUNNING)
+    return box
+
+
+def placeholder(place: Place, tool: CudaTool, id_: str) -> Box:
+    """Start a container that waits for it."""
+    return place.placeholder(id_, more_binds=[(tool.built, cuda_kit.IN_BOX, "ro")])
+
+
 def test_a_worker_is_taken_off_the_gpu_in_one_container_and_woken_in_another(
-    node: Node, kit: Kit, tool: CudaTool
+    place: Place, tool: CudaTool
 ) -> None:
     """All are woken in the old one and, by the pids that they have inside, in the new one too."""
-    with placed(node, kit, "runc") as place:
-        more: dict[str, Any] = {"more_binds": [(tool.built, cuda_kit.IN_BOX, "ro")]}
-        id_ = node.new_id()
-        box = place.start(id_, argv=(f"{cuda_kit.IN_BOX}/worker", str(PROCESSES)), **more)
-        until("CUDA in all processes", lambda: tool.states(box.pid) == RUNNING)
-        tool.control()
-        node.run("checkpoint", "--container", box.id)
-        assert tool.states(box.pid) == RUNNING
-        assert tool.count("checkpoint") == PROCESSES
-        before = inner([box.pid, *descendants(box.pid)])
-        manifest = read_json(node.store / id_ / "manifest.json") or {}
-        assert [each["ns_pid"] for each in manifest["cuda"]["processes"]] == sorted(before)
+    node, id_ = place.node, place.node.new_id()
+    box = start(place, tool, id_)
+    tool.control()
+    node.run("checkpoint", "--container", box.id)
+    assert tool.states(box.pid) == RUNNING
+    assert tool.count("checkpoint") == PROCESSES
+    before = inner([box.pid, *descendants(box.pid)])
+    manifest = read_json(node.store / id_ / "manifest.json") or {}
+    assert [each["ns_pid"] for each in manifest["cuda"]["processes"]] == sorted(before)
 
-        tool.control()
-        waiting = place.placeholder(id_, **more)
-        root = place.thaw(id_, waiting)
-        after = inner([root, *descendants(root)])
-        assert sorted(after) == sorted(before)
-        assert tool.states(root) == RUNNING
-        assert sorted(line.split()[1] for line in tool.calls() if line.startswith("restore")) == sorted(
-            map(str, after.values())
-        )
-        assert waiting.alive()
-        assert tool.states(box.pid) == RUNNING
+    tool.control()
+    waiting = placeholder(place, tool, id_)
+    root = place.thaw(id_, waiting)
+    after = inner([root, *descendants(root)])
+    assert sorted(after) == sorted(before)
+    assert tool.states(root) == RUNNING
+    woken = [int(line.split()[1]) for line in tool.calls() if line.startswith("restore")]
+    assert sorted(woken) == sorted(after.values())
+    assert waiting.alive()
+    assert tool.states(box.pid) == RUNNING
+
+
+def test_a_shim_that_is_killed_with_its_agent_leaves_no_tree_in_the_container(
+    place: Place, tool: CudaTool
+) -> None:
+    """Whoever comes next ends what was asleep there, and wakes the worker in the same container."""
+    node, id_ = place.node, place.node.new_id()
+    box = start(place, tool, id_)
+    node.run("checkpoint", "--container", box.id)
+    waiting = placeholder(place, tool, id_)
+    tool.control("hang restore 2")
+    command = subprocess.Popen(
+        [HIBERNODE, "restore", id_, "--into", waiting.id],
+        env=node.env(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until("hanging call", lambda: tool.count("restore") == PROCESSES)
+    asleep = descendants(waiting.pid)
+    (state,) = (node.state / "restores").glob("*/state.json")
+    shim = (read_json(state) or {})["shim_pid"]
+    os.kill(shim, signal.SIGSTOP)  # else it sees the agent's end and does it itself
+    command.kill()
+    command.wait()
+    os.kill(shim, signal.SIGKILL)
+    until("the shim's end", lambda: state_letter(shim) in ("", "Z"))
+    tool.control()
+    root = place.thaw(id_, waiting)
+    assert asleep
+    assert not {state_letter(pid) for pid in asleep} - {"", "Z"}
+    assert tool.states(root) == RUNNING

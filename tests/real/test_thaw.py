@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from tests.gpu import cuda_kit
 from tests.gpu.cuda_kit import VERSION, CudaTool
 from tests.gpu.fixtures import library
 from tests.gpu.kit import GIB, Stub, uuid
-from tests.real.node import Node, state_letter, until
+from tests.real.node import HIBERNODE, Node, read_json, state_letter, until
 
 __all__ = ["library"]  # a fixture
 pytestmark = [pytest.mark.criu, pytest.mark.gpu]
@@ -137,6 +139,25 @@ def test_an_agent_that_is_killed_while_it_wakes_leaves_no_tree(frozen: Frozen) -
     node.pids_free(frozen.id)
     node.start_agent()
     assert node.restored(frozen.id)["success"] is True, node.tail()
+    assert [frozen.tool.ask(pid) for pid in frozen.pids] == ["running"] * 5
+
+
+def test_a_shim_that_is_killed_while_the_tree_is_woken_leaves_no_tree(frozen: Frozen) -> None:
+    """The restore fails at once, whatever the call that hangs; then it can be made again."""
+    node = frozen.node
+    frozen.tool.control("hang restore 2")
+    command = subprocess.Popen(
+        [HIBERNODE, "restore", frozen.id], env=node.env(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    until("hanging call", lambda: frozen.tool.count("restore") == 5)
+    (state,) = (node.state / "restores").glob("*/state.json")
+    os.kill((read_json(state) or {})["shim_pid"], signal.SIGKILL)
+    said = command.communicate(timeout=60)[1].decode()
+    assert command.returncode != 0
+    assert "the shim ended while the GPU state" in said
+    node.pids_free(frozen.id)
+    frozen.tool.control()
+    frozen.restore()
     assert [frozen.tool.ask(pid) for pid in frozen.pids] == ["running"] * 5
 
 
