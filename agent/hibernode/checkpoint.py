@@ -16,27 +16,25 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from hibernode import links, recover, seal
 from hibernode.answers import Outcome, Request, Trigger, already_there, failed, sentence
 from hibernode.apart import apart, uncut
 from hibernode.artifact.layout import ARTIFACT, Artifact
-from hibernode.artifact.manifest import DiffFacts, LinkFacts, Manifest
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
 from hibernode.container import dump as containers
 from hibernode.container.dump import ContainerDump
 from hibernode.criu import diagnose, moment, options
 from hibernode.criu.hook import FrozenHook
-from hibernode.criu.runner import Criu, CriuResult, find_criu, run_criu
+from hibernode.criu.runner import CriuResult, find_criu, run_criu
 from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.containers import Container, container_of, hold
 from hibernode.discovery.signals import SignalDir, done_payload
 from hibernode.dump_options import dump_options
+from hibernode.dump_work import Work, captured, journal_facts, look, put_back
 from hibernode.errors import (
     BusyError,
     CriuError,
@@ -48,55 +46,24 @@ from hibernode.errors import (
     StorageError,
 )
 from hibernode.gpu.preflight import gpu_findings
-from hibernode.gpu.quiesce import Quiesced, quiesce
+from hibernode.gpu.quiesce import quiesce
 from hibernode.host import netlock
 from hibernode.journal import Journal, Step
 from hibernode.outcome import as_ours, criu_failed, worker_gone
-from hibernode.preflight import Preflight, check_cut, preflight, refuse
+from hibernode.preflight import check_cut, preflight, refuse
 from hibernode.recover import Held
 from hibernode.settings import Settings
 from hibernode.state import StateDir
-from hibernode.worker import STOPPED, WorkerState, note_states, settle, worker_state
-from hibernode.workload import ERA_A1, CheckpointId, ProcessKey
+from hibernode.worker import note_states, worker_state
+from hibernode.workload import ERA_A1, CheckpointId
 
 log = logging.getLogger("hibernode.checkpoint")
-
-T = TypeVar("T")
-
-DUMP_LOG: Final = "dump.log"
 
 TERM_SECONDS: Final = 1.0
 """A CRIU that dumps has no handler for SIGTERM: one that lives on after it will not end by itself."""
 
 FULL_BYTES: Final = 1 << 20
 """A disk with less than this left is full: CRIU writes its images in pieces that are larger."""
-
-
-@dataclass(slots=True)
-class Work:
-    """What the steps hand on to each other."""
-
-    request: Request
-    staging: Staging
-    journal: Journal
-    before: dict[ProcessKey, WorkerState]
-    container: Container | None = None
-    preflight: Preflight | None = None
-    dump: ContainerDump | None = None
-    diffs: tuple[DiffFacts, ...] = ()
-    criu: Criu | None = None
-    argv: tuple[str, ...] = ()
-    seen: seal.Description | None = None
-    links: tuple[LinkFacts, ...] = ()
-    gpu: Quiesced | None = None
-    note: str = ""
-    manifest: Manifest | None = None
-    absent: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
-
-    @property
-    def final_path(self) -> Path:
-        """Where the artifact is once it is published: the staging lies two levels below the store."""
-        return self.staging.path.parent.parent / self.request.id
 
 
 Notify = Callable[[CheckpointId, Step], None]
@@ -185,7 +152,7 @@ class Checkpointer:
         self, staging: Staging, request: Request, container: Container | None, started: float
     ) -> Outcome:
         before = worker_state(request.process.pid)
-        facts = {**_journal_facts(request, staging), **note_states(before)}
+        facts = {**journal_facts(request, staging), **note_states(before)}
         work = Work(request, staging, Journal(staging.dir, "checkpoint", facts), before, container)
         self.state.attempt_begins(request.id)
         try:
@@ -195,7 +162,7 @@ class Checkpointer:
             if outcome is None:
                 raise
         else:
-            outcome = _captured(work)
+            outcome = captured(work)
         outcome = dataclasses.replace(
             outcome, seconds=time.perf_counter() - started, phases=dict(work.journal.phases)
         )
@@ -235,28 +202,28 @@ class Checkpointer:
 
     async def _preflight(self, work: Work) -> None:
         work.criu = await asyncio.to_thread(find_criu, self.settings.criu.binary)
-        work.preflight = await _look(
+        work.preflight = await look(
             work, partial(preflight, work.request.process, self.settings, work.criu, self.store.path)
         )
         on_gpu, _ = await gpu_findings(work.preflight.facts, self.settings)
         refuse([*work.preflight.findings, *on_gpu])
         work.journal.note(tcp=work.preflight.tcp)
         if work.container is not None:
-            work.dump = await _look(
+            work.dump = await look(
                 work,
                 partial(containers.look, work.container, work.request.process, work.preflight, self.settings),
             )
             if work.dump.freezer is not None:
                 work.journal.note(freezer=[str(work.dump.freezer.directory), work.dump.freezer.version])
-        work.seen = await _look(work, partial(seal.describe, work.request.process, work.preflight, work.dump))
+        work.seen = await look(work, partial(seal.describe, work.request.process, work.preflight, work.dump))
 
     async def _quiesce_gpu(self, work: Work) -> None:
         """Take the tree's CUDA processes off the GPU, after the last look at it."""
         assert work.preflight is not None
         await work.absent.enter_async_context(self._absent(work.request.process.pid))
         pid = work.request.process.pid
-        await _look(work, partial(check_cut, pid, work.preflight.door))
-        work.gpu = await quiesce(pid, self.settings.gpu, partial(_look, work), work.journal)
+        await look(work, partial(check_cut, pid, work.preflight.door))
+        work.gpu = await quiesce(pid, self.settings.gpu, partial(look, work), work.journal)
 
     async def _dump(self, work: Work) -> None:
         assert work.criu is not None
@@ -290,7 +257,7 @@ class Checkpointer:
         args = options.dump_args(
             work.request.process.pid, work.staging.images, chosen, work_dir=work.staging.artifact_path
         )
-        kept = await uncut(_look(work, partial(links.keep, work.staging, work.preflight)))
+        kept = await uncut(look(work, partial(links.keep, work.staging, work.preflight)))
         established = work.preflight.tcp == "established"
         inside = containers.namespaces(work.dump, work.request.process)
         with work.journal.timed("criu"), inside as namespaces:
@@ -339,7 +306,7 @@ class Checkpointer:
         return error
 
     def _dump_log(self, work: Work) -> str:
-        path = work.staging.artifact_path / DUMP_LOG
+        path = work.staging.artifact_path / options.DUMP_LOG
         return diagnose.read_log(path) if path.exists() else ""
 
     def _keep_log(self, work: Work, text: str) -> str:
@@ -402,7 +369,7 @@ class Checkpointer:
 
     async def _undo(self, work: Work, error: BaseException) -> Outcome | None:
         """Put the worker back as it was and forget the images; None when the run was cancelled."""
-        await uncut(asyncio.to_thread(_put_back, work))
+        await uncut(asyncio.to_thread(put_back, work))
         left = await uncut(work.gpu.wake_or_say(work.journal)) if work.gpu is not None else ""
         with contextlib.suppress(OSError):
             work.staging.dir.remove_tree(ARTIFACT)
@@ -451,50 +418,3 @@ class Checkpointer:
             log.warning("%s: %s: %s; it will be replaced", id_, bad[0].path, bad[0].problem)
             return None
         return artifact
-
-
-async def _look(work: Work, look: Callable[[], T]) -> T:
-    """Look at the worker and its files, which may hang."""
-    return await apart(look, owner_of(work.request.process.pid), "a look at it before a dump")
-
-
-def _put_back(work: Work) -> None:
-    """Bring the worker back to the state it was in, and its connections too if CRIU could not."""
-    kept_alive = work.preflight is not None and work.preflight.tcp == "established"
-    in_dump = work.journal.step in (Step.DUMP, Step.ROOTFS)
-    if work.dump is not None and work.dump.freezer is not None:
-        try:
-            work.dump.freezer.thaw()
-        except HibernodeError as error:  # with the container its cgroup is gone too
-            log.log(logging.ERROR if work.request.process.alive() else logging.DEBUG, "%s", error)
-    if kept_alive and in_dump and work.request.process.alive():
-        stopped = {key.pid for key, state in work.before.items() if state.state in STOPPED}
-        log_path = work.staging.artifact_path / DUMP_LOG
-        netlock.heal(work.request.process.pid, log_path, stopped=stopped)
-    settle(work.request.process, work.before)
-
-
-def _journal_facts(request: Request, staging: Staging) -> dict[str, Any]:
-    return {
-        "id": str(request.id),
-        "uuid": staging.uuid,
-        "pid": request.process.pid,
-        "start_ticks": request.process.key.start_ticks,
-        "trigger": request.trigger.value,
-        "announce": request.announce,
-    }
-
-
-def _captured(work: Work) -> Outcome:
-    assert work.manifest is not None
-    id_ = work.request.id
-    return Outcome(
-        id_,
-        success=True,
-        reason="Captured",
-        message=f"{id_} captured"
-        + (containers.not_carried(work.dump) if work.dump is not None else "")
-        + work.note,
-        path=str(work.final_path),
-        bytes=work.manifest.total_bytes,
-    )
