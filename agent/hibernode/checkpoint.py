@@ -22,7 +22,7 @@ from typing import Final
 from hibernode import links, recover, seal
 from hibernode.answers import Outcome, Request, Trigger, already_there, failed, sentence
 from hibernode.apart import apart, uncut
-from hibernode.artifact.layout import ARTIFACT, Artifact
+from hibernode.artifact.layout import ARTIFACT, OWED, Artifact, exists
 from hibernode.artifact.staging import Staging
 from hibernode.artifact.store import Store
 from hibernode.container import dump as containers
@@ -48,12 +48,12 @@ from hibernode.errors import (
 from hibernode.gpu.preflight import gpu_findings
 from hibernode.gpu.quiesce import quiesce
 from hibernode.host import netlock
-from hibernode.journal import Journal, Step
+from hibernode.journal import JOURNAL, Journal, Step, read_journal
 from hibernode.outcome import as_ours, criu_failed, worker_gone
 from hibernode.preflight import check_cut, preflight, refuse
 from hibernode.recover import Held
 from hibernode.settings import Settings
-from hibernode.state import StateDir
+from hibernode.state import StateDir, write_json
 from hibernode.worker import note_states, worker_state
 from hibernode.workload import ERA_A1, CheckpointId
 
@@ -146,7 +146,14 @@ class Checkpointer:
                 return await self._make_in(staging, request, container, started)
             finally:
                 with contextlib.suppress(OSError, HibernodeError):
-                    self.store.discard(staging)
+                    self._discard(staging)
+
+    def _discard(self, staging: Staging) -> None:
+        """Forget what was staged, but not the journal of a worker that is still off its GPU."""
+        if exists(staging.dir, OWED):
+            write_json(staging.dir, JOURNAL, {**(read_journal(staging.dir) or {}), "announce": False})
+        else:
+            self.store.discard(staging)
 
     async def _make_in(
         self, staging: Staging, request: Request, container: Container | None, started: float

@@ -46,7 +46,7 @@ class Journal:
     """One piece of work's journal; ``kind`` is ``checkpoint`` or ``restore``."""
 
     def __init__(self, directory: Dir, kind: str, facts: dict[str, Any]) -> None:
-        self._dir = directory
+        self.dir = directory
         self.kind = kind
         self.step: Step | None = None
         self.phases: dict[str, float] = {}
@@ -66,7 +66,7 @@ class Journal:
 
     def write(self) -> None:
         """Bring to disk what has been noted since the step began."""
-        write_json(self._dir, JOURNAL, self._note)
+        write_json(self.dir, JOURNAL, self._note)
 
     async def begin(self, step: Step) -> None:
         """Write that ``step`` begins, then pass its fault point."""

@@ -28,7 +28,7 @@ from hibernode.criu.options import DUMP_LOG
 from hibernode.criu.runner import kill_leftovers
 from hibernode.discovery.signals import SignalDir
 from hibernode.errors import BusyError, HibernodeError, IntegrityError, NotFoundError, RefusedError
-from hibernode.gpu.quiesce import wake_noted
+from hibernode.gpu.quiesce import owe, wake_noted
 from hibernode.host import netlock
 from hibernode.host.freezer import Freezer
 from hibernode.host.procfs import boot_id
@@ -230,7 +230,11 @@ def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None, gpu: 
     step = str(journal.get("step", ""))
     worker_lives = settle_from_note(journal)
     if journal.get("boot_id", boot_id()) == boot_id():
-        wake_noted(journal, gpu)  # if it fails, the journal stays, and whoever comes next tries again
+        try:
+            wake_noted(journal, gpu)
+        except HibernodeError:
+            owe(staging.dir)  # the journal stays, and whoever comes next tries again
+            raise
     answers = signals if journal.get("announce", True) else None
 
     if step in (Step.PUBLISH, Step.ANNOUNCE):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hibernode.host import procfs
 from tests.gpu import cuda_kit
 from tests.gpu.cuda_kit import CudaTool
 from tests.real.node import HIBERNODE, Node, read_json, state_letter, until
@@ -60,6 +61,11 @@ def dump(node: Node, root: int, *, ok: bool = True, **settings: str) -> str:
     assert (done.returncode == 0) == ok, (done.stdout, done.stderr)
     assert node.final_name(id_) == ("whole" if ok else "absent")
     return id_ if ok else done.stderr
+
+
+def tree(root: int) -> list[int]:
+    """List the tree's pids in the order of the tool's states."""
+    return [stat.pid for stat in procfs.tree(root)]
 
 
 def free(tool: CudaTool, root: int) -> bool:
@@ -122,6 +128,44 @@ def test_an_agent_that_is_killed_leaves_processes_that_the_next_one_wakes(
     assert tool.states(root) != RUNNING
     tool.control()
     node.run("gc")
+    assert free(tool, root)
+
+
+def test_a_worker_that_is_not_woken_after_its_dump_is_named_and_woken_later(
+    node: Node, tool: CudaTool, root: int
+) -> None:
+    """The checkpoint is kept; as long as the tool fails the journal stays, and then the worker is woken."""
+    tool.control("fail restore 3")
+    id_ = node.new_id()
+    said = node.run("checkpoint", "--pid", root, "--id", id_).stdout
+    assert "the worker is not back on its GPU" in said
+    (asleep,) = (pid for pid, state in zip(tree(root), tool.states(root), strict=True) if state != "running")
+    assert f"pid {asleep} (worker) is checkpointed" in said
+    assert node.final_name(id_) == "whole"
+    tool.control("fail restore 0")
+    node.run("gc", check=None)
+    assert tool.ask(asleep) == "checkpointed"
+    tool.control()
+    node.run("gc")
+    assert free(tool, root)
+    assert node.final_name(id_) == "whole"
+    tool.control()
+    node.run("gc")
+    assert tool.calls() == []
+
+
+def test_a_worker_that_is_not_woken_after_a_dump_that_failed_is_woken_later(
+    node: Node, tool: CudaTool, root: int
+) -> None:
+    """The answer says both; the next dump of the same worker wakes it first, and works."""
+    fake = node.base / "criu"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Version: 4.2.1" && exit 0\nexit 1\n')
+    fake.chmod(0o755)
+    tool.control("fail unlock 0")
+    assert "is not back on its GPU" in dump(node, root, ok=False, CRIU_BINARY=str(fake))
+    assert tool.states(root) == ["locked"] * PROCESSES
+    tool.control()
+    dump(node, root)
     assert free(tool, root)
 
 

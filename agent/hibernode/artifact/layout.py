@@ -48,6 +48,9 @@ ARTIFACT: Final = "artifact"
 IMAGES: Final = "images"
 """In an artifact: what CRIU has written."""
 
+OWED: Final = "owed"
+"""A file in a staging directory that must stay, though nobody works on it: its worker is not as it was."""
+
 NEW_PREFIX: Final = ".new."
 """In .staging: a directory that is not locked yet."""
 

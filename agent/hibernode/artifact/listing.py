@@ -10,6 +10,7 @@ from typing import Final
 
 from hibernode.artifact.layout import (
     LOCK_FILE,
+    OWED,
     PINS,
     PREVIOUS,
     STAGING,
@@ -116,9 +117,10 @@ def _describe_staging(root: Dir, info: StagingInfo) -> ArtifactInfo | None:
         created = moment(root.stat(path).st_mtime)
         with root.subdir(path) as directory:
             size = tree_bytes(directory)
+            owed = exists(directory, OWED)
     except FileNotFoundError:
         return None
     alive = info.owner_alive
-    state = ArtifactState.IN_PROGRESS if alive else ArtifactState.PARTIAL
-    problem = "" if alive else "whoever worked on it is gone"
+    state = ArtifactState.IN_PROGRESS if alive or owed else ArtifactState.PARTIAL
+    problem = "" if alive else f"whoever worked on it is gone{', and its worker is off the GPU' * owed}"
     return ArtifactInfo(info.id, info.uuid, state, info.path, size, created, problem=problem)

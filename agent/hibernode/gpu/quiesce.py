@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hibernode.apart import uncut
+from hibernode.artifact.layout import OWED
 from hibernode.artifact.manifest import CudaFacts, CudaProcessFacts, GpuFacts
 from hibernode.criu.find import clean_env, untrusted
 from hibernode.criu.options import NO_PLUGINS
@@ -29,6 +30,7 @@ from hibernode.gpu.cuda import CudaProcess, Tool
 from hibernode.gpu.nvml import Nvml, NvmlError
 from hibernode.gpu.state import Gpu
 from hibernode.host import procfs
+from hibernode.host.safefs import Dir
 from hibernode.journal import Journal
 from hibernode.settings import GpuSettings
 from hibernode.worker import noted_key
@@ -56,22 +58,30 @@ class Quiesced:
     awake: bool = False
 
     async def wake(self, journal: Journal) -> None:
-        """Bring the processes that live back onto the GPU; once.
+        """Bring the processes that live back onto the GPU, until it has worked once.
 
         :raises CudaError: some could not be brought back.
         """
         if not self.awake:
-            self.awake = True
             await cuda.wake(self.tool, cuda.alive(self.processes), self.settings)
+            self.awake = True
             journal.note(**{NOTE: None})
+            journal.dir.unlink(OWED, missing_ok=True)
 
     async def wake_or_say(self, journal: Journal) -> str:
-        """Wake them; what the answer to the dump must say of it, empty if all is well."""
+        """Wake them; what the answer to the dump must say of it, empty if all is well.
+
+        Where some were not, the journal stays, and a recovery tries again.
+        """
         try:
             await self.wake(journal)
         except HibernodeError as error:
             log.error("%s", error)  # noqa: TRY400
-            return f"; the worker is not back on its GPU: {error.message}"
+            owe(journal.dir)
+            return (
+                f"; the worker is not back on its GPU: {error.message}; the agent, its next dump and "
+                "'hibernode gc' try again"
+            )
         return ""
 
 
@@ -226,6 +236,12 @@ def _note(process: CudaProcess) -> dict[str, Any]:
         "ns_pid": process.ns_pid,
         "comm": process.comm,
     }
+
+
+def owe(directory: Dir) -> None:
+    """Leave the sign that a staging directory must stay, since its journal names processes off the GPU."""
+    with suppress(OSError):
+        directory.write_atomic(OWED, b"", 0o600, sync=False)
 
 
 def wake_noted(journal: dict[str, Any], settings: GpuSettings) -> None:
