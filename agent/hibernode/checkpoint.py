@@ -245,6 +245,8 @@ class Checkpointer:
         if work.gpu is not None and chosen.leave == "running":
             with work.journal.timed("wake"):
                 work.note = await uncut(work.gpu.wake_or_say(work.journal))
+        elif work.gpu is not None and chosen.leave == "stopped":
+            work.note = work.gpu.how_to_wake()
 
     async def _run_criu_on_container(
         self, work: Work, dump: ContainerDump, chosen: options.DumpOptions

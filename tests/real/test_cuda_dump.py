@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -175,6 +176,41 @@ def test_a_process_that_only_has_the_library_is_left_alone(node: Node, tool: Cud
         dump(node, root)
         assert tool.count("get-restore-tid") == 1
         assert tool.states(root)[: PROCESSES - 1] == RUNNING[1:]
+
+
+def test_a_worker_that_is_stopped_by_its_dump_stays_off_the_gpu(
+    node: Node, tool: CudaTool, root: int
+) -> None:
+    """No call waits for a stopped process; the answer says how it comes back, and so it does."""
+    id_ = node.new_id()
+    said = node.run("checkpoint", "--pid", root, "--id", id_, "--leave", "stopped").stdout
+    assert f"stopped and off the GPU: pid {root} (worker)" in said
+    assert {state_letter(pid) for pid in tree(root)} == {"T"}
+    assert tool.states(root) == ["checkpointed"] * PROCESSES
+    assert tool.count("restore") == 0
+    node.run("gc")
+    assert tool.states(root) == ["checkpointed"] * PROCESSES
+    for pid in tree(root):
+        os.kill(pid, signal.SIGCONT)
+    for pid in tree(root):
+        for action in ("restore", "unlock"):
+            subprocess.run([tool.path, "--action", action, "--pid", str(pid)], check=True, timeout=60)
+    assert free(tool, root)
+
+
+@pytest.mark.parametrize("leave", ["stopped", "killed"])
+def test_an_agent_that_is_killed_after_criu_has_left_the_worker_so(
+    node: Node, tool: CudaTool, root: int, leave: str
+) -> None:
+    """What was stopped runs and is woken; what was killed is not asked for."""
+    done = node.run("checkpoint", "--pid", root, "--leave", leave, check=None, FAULT="kill@checkpoint.seal")
+    assert done.returncode == -signal.SIGKILL
+    tool.control()
+    node.run("gc")
+    if leave == "stopped":
+        assert free(tool, root)
+    else:
+        assert tool.calls() == []
 
 
 def test_a_worker_that_is_killed_by_its_dump_is_not_woken(node: Node, tool: CudaTool, root: int) -> None:

@@ -84,6 +84,13 @@ class Quiesced:
             )
         return ""
 
+    def how_to_wake(self) -> str:
+        """Tell what the answer to a dump that leaves the worker stopped must say: it cannot be woken so."""
+        return (
+            f"; stopped and off the GPU: {', '.join(map(str, self.processes))}; after SIGCONT each wants "
+            f"'{self.tool.path} --action restore --pid PID', and when all have it, --action unlock"
+        )
+
 
 async def quiesce(pid: int, settings: GpuSettings, look: Look, journal: Journal) -> Quiesced | None:
     """Take the CUDA processes of a tree off the GPU as ``gpu.quiesce`` says; None: there is nothing to do.
