@@ -51,11 +51,17 @@ class FakeCriu:
 HANG = "trap '' TERM; while :; do sleep 600; done"
 """Neither works nor listens."""
 
-HANG_FROZEN = """real "$@" &
-until grep -q 'Dumping pages' "$work/$log" 2>/dev/null; do :; done
-pkill -STOP -P $$
+HANG_FROZEN = """while :; do
+    real "$@" &
+    until grep -q 'Dumping pages' "$work/$log" 2>/dev/null; do :; done
+    pkill -STOP -P $$
+    grep -q 'TracerPid:[[:space:]]*0$' "/proc/$tree/status" || break
+    pkill -CONT -P $$
+    wait
+    rm -f "$work/$log"
+done
 trap '' TERM; while :; do sleep 600; done"""
-"""Hangs with the worker frozen: the real CRIU, stopped among the pages."""
+"""Hangs with the worker frozen: the real CRIU, stopped among the pages; again if it was quicker."""
 
 HALF_DUMP = """head -c 100000 /dev/urandom > "$images/pages-1.img"
 head -c 1000 /dev/urandom > "$images/core-$tree.img"

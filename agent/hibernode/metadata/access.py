@@ -236,13 +236,18 @@ class Gate:
         asking = self._asking.get(key)
         if asking is None:
             asking = self._asking[key] = asyncio.ensure_future(reviewer.review(token))
-            asking.add_done_callback(lambda _: self._asking.pop(key, None))
-        found = await asyncio.shield(asking)
-        self._tokens[key] = (time.monotonic() + TOKEN_SECONDS, found)
+            asking.add_done_callback(lambda done: self._reviewed(key, done))
+        return await asyncio.shield(asking)
+
+    def _reviewed(self, key: str, done: asyncio.Future[Reviewed | None]) -> None:
+        """Keep an answer in the same turn in which it is no longer asked for: who comes next finds it."""
+        self._asking.pop(key, None)
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._tokens[key] = (time.monotonic() + TOKEN_SECONDS, done.result())
         self._tokens.move_to_end(key)
         while len(self._tokens) > MAX_TOKENS:
             self._tokens.popitem(last=False)
-        return found
 
     def owner(self, caller: Caller, asked: PodRef) -> PodRef | None:
         """Decide whose a publication is that names the pod ``asked`` (any part may be empty).
