@@ -14,10 +14,10 @@ from kubernetes.aio.client import Configuration
 from hibernode.controller.artifacts import Artifacts
 from hibernode.controller.reconcile import Reconciler
 from hibernode.controller.shelf import Checkpoints
-from hibernode.controller.status import stamp
 from hibernode.controller.writes import Writes
 from hibernode.kube.api import KubeApi
 from hibernode.kube.events import EventWriter
+from hibernode.kube.objects import stamp
 from hibernode.settings import Settings
 from tests.unit.kube_fake import CHECKPOINTS, EVENTS, JOBS, FakeKube
 

@@ -14,8 +14,9 @@ from hibernode.controller.identity import canonical, identity_hash
 from hibernode.controller.job import JobOptions, build_job, job_name
 from hibernode.controller.queue import WorkQueue
 from hibernode.controller.shelf import Checkpoints, Jobs, seen
-from hibernode.controller.status import Condition, bounded, moment, stamp, with_conditions
+from hibernode.controller.status import Condition, bounded, moment, with_conditions
 from hibernode.errors import RefusedError
+from hibernode.kube.objects import stamp
 from hibernode.workload import CheckpointId
 from tests.unit.cli_kit import Machine, machine  # noqa: F401 - a fixture
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from hibernode.events import clean
 from hibernode.gpu.state import GpuState, NvmlState, Snapshot
+from hibernode.kube.objects import stamp
 
 CRIU: Final = "hibernode.io/criu"
 CUDA_CHECKPOINT: Final = "hibernode.io/cuda-checkpoint"
@@ -57,7 +58,7 @@ def condition(snapshot: Snapshot) -> tuple[str, str, str] | None:
 def condition_patch(judged: tuple[str, str, str], *, changed: bool) -> Mapping[str, Any]:
     """Build the patch of the node's status; ``changed``: the status is another one than before."""
     status, reason, message = judged
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    now = stamp(time.time())
     found = {
         "type": GPU_CONDITION,
         "status": status,

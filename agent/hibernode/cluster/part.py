@@ -13,7 +13,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from hibernode.answers import Trigger
@@ -32,6 +31,7 @@ from hibernode.discovery.ready import ReadyWatch
 from hibernode.errors import HibernodeError, RefusedError, UnavailableError
 from hibernode.gpu.state import Snapshot
 from hibernode.health import DegradedError
+from hibernode.kube.account import has_account
 from hibernode.kube.api import KubeApi, load_configuration
 from hibernode.kube.follow import Follower, Listing
 from hibernode.requests import Requests
@@ -56,14 +56,12 @@ FIRST_SECONDS: Final = 10.0
 """The signal directory waits this long for the first list of pods: what their labels say comes first. Where
 the API server is away when the agent starts, what workers say of themselves has to do."""
 
-ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-
 
 def wanted(settings: Settings) -> bool:
     """Whether there is a cluster for this agent: as the settings say, else if it runs in a pod."""
     if settings.kubernetes.enabled != "auto":
         return settings.kubernetes.enabled == "on"
-    in_pod = bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and ACCOUNT.exists()
+    in_pod = bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and has_account()
     return in_pod or bool(settings.kubernetes.kubeconfig)
 
 

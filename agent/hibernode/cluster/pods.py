@@ -15,13 +15,12 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from hibernode.errors import UsageError
-from hibernode.kube.names import CONTROL_DIR, ERAS, TRUE, KubeEra, Word
+from hibernode.kube.names import CONTROL_DIR, ERAS, MAIN_CONTAINER, TRUE, KubeEra, Word
 from hibernode.kube.objects import conditions_of, metadata_of
 from hibernode.placeholder import INSTALLED_NAME
 from hibernode.text import printable
 from hibernode.workload import ERA_A1, CheckpointId
 
-MAIN: Final = "main"
 """The container that the operator calls the worker's."""
 
 MAX_PATH: Final = 4096
@@ -187,14 +186,14 @@ def _target(
             message=f"{why} does not name exactly one container of it; there is {shown}",
             remedy="name the worker's container, and no other",
         )
-    if MAIN in by_name:
-        return by_name[MAIN], None
+    if MAIN_CONTAINER in by_name:
+        return by_name[MAIN_CONTAINER], None
     if len(by_name) == 1:
         return containers[0], None
     return None, Problem(
         reason="AmbiguousTarget",
-        message=f"none of its {len(by_name)} containers is called {MAIN}; there is {shown}",
-        remedy=f"call the worker's container {MAIN}"
+        message=f"none of its {len(by_name)} containers is called {MAIN_CONTAINER}; there is {shown}",
+        remedy=f"call the worker's container {MAIN_CONTAINER}"
         + (f", or name it in the annotation {era.target_containers}" if era.target_containers else ""),
     )
 

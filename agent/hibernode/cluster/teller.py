@@ -15,6 +15,7 @@ from hibernode.events import clean
 from hibernode.kube.api import MERGE, KubeApi
 from hibernode.kube.events import EventWriter, reference_to
 from hibernode.kube.names import INCOMPATIBLE_CONDITION
+from hibernode.kube.objects import stamp
 
 STRATEGIC: Final = "application/strategic-merge-patch+json"
 """Merges conditions by their type."""
@@ -88,13 +89,12 @@ class Teller:
 
     def incompatible(self, pod: Ref, reason: str, message: str) -> None:
         """Set the pod's condition that its restore was refused."""
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         condition = {
             "type": INCOMPATIBLE_CONDITION,
             "status": "False",
             "reason": reason if _WORD.fullmatch(reason) else "Other",
             "message": clean(message),
-            "lastTransitionTime": now,
+            "lastTransitionTime": stamp(time.time()),
         }
         body = {"metadata": {"uid": pod.uid}, "status": {"conditions": [condition]}}
         send = partial(self._call, "PATCH", f"{path_of(pod)}/status", body, STRATEGIC)

@@ -24,15 +24,13 @@ from hibernode.controller.status import (
     holds,
     moment,
     number_of,
-    stamp,
-    status_of,
     text_of,
 )
-from hibernode.controller.writes import ATTEMPTS, CONFLICT, FINALIZER, RETRIES, Writes, is_ours
+from hibernode.controller.writes import ATTEMPTS, FINALIZER, RETRIES, Writes, is_ours
 from hibernode.errors import HibernodeError, RefusedError, UnavailableError, UsageError
 from hibernode.kube import names
-from hibernode.kube.api import KubeStatusError
-from hibernode.kube.objects import metadata_of
+from hibernode.kube.api import CONFLICT, KubeStatusError
+from hibernode.kube.objects import metadata_of, stamp, status_of
 from hibernode.workload import CheckpointId
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import signal
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Final
 
 from hibernode import __version__
@@ -22,11 +21,12 @@ from hibernode.controller.artifacts import Artifacts
 from hibernode.controller.queue import WorkQueue
 from hibernode.controller.reconcile import HeldError, Reconciler
 from hibernode.controller.shelf import Checkpoints, Jobs
-from hibernode.controller.writes import CONFLICT, Writes
+from hibernode.controller.writes import Writes
 from hibernode.errors import HibernodeError, UnavailableError
 from hibernode.health import Check, DegradedError, Health
 from hibernode.kube import names
-from hibernode.kube.api import KubeApi, KubeStatusError, load_configuration
+from hibernode.kube.account import own_namespace
+from hibernode.kube.api import CONFLICT, KubeApi, KubeStatusError, load_configuration
 from hibernode.kube.events import EventWriter
 from hibernode.kube.follow import Follower, Listing
 from hibernode.kube.lease import Lease
@@ -43,8 +43,6 @@ LOOK_SECONDS: Final = 60.0
 
 START_SECONDS: Final = 2.0
 """Before another try to list, where that failed."""
-
-_OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class Controller:
@@ -64,7 +62,7 @@ class Controller:
         self._lease: Lease | None = None
         if self.ours.election:
             holder = holder or f"{os.uname().nodename}_{uuid.uuid4()}"
-            namespace = self.ours.lease_namespace or own_namespace()
+            namespace = self.ours.lease_namespace or own_namespace() or "default"
             self._lease = Lease(api, namespace, LEASE, holder, seconds=self.ours.lease_seconds)
 
     async def run(self) -> None:
@@ -253,14 +251,6 @@ class Controller:
             "hibernode_controller_api_retries_total": float(self.api.counters.retries),
             "hibernode_controller_dropped_events_total": float(self._events.dropped),
         }
-
-
-def own_namespace() -> str:
-    """Tell in which namespace this pod is; ``default`` outside a pod."""
-    try:
-        return _OWN_NAMESPACE.read_text().strip() or "default"
-    except OSError:
-        return "default"
 
 
 @asynccontextmanager

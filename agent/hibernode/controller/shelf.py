@@ -13,10 +13,10 @@ from typing import Any
 
 from hibernode.controller.identity import canonical
 from hibernode.controller.queue import Key
-from hibernode.controller.status import number_of, status_of, text_of
+from hibernode.controller.status import number_of, text_of
 from hibernode.errors import RefusedError
 from hibernode.kube import names
-from hibernode.kube.objects import conditions_of, metadata_of
+from hibernode.kube.objects import conditions_of, metadata_of, status_of
 
 
 @dataclass(frozen=True, slots=True)

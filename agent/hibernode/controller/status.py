@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -39,12 +38,6 @@ class Condition:
     holds: bool
     reason: str
     message: str
-
-
-def status_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take an object's status; empty for one without."""
-    found = raw.get("status")
-    return found if isinstance(found, dict) else {}
 
 
 def text_of(status: Mapping[str, Any], key: str) -> str:
@@ -103,11 +96,6 @@ def bounded(message: str) -> str:
     """Cut a message, and show what has no glyph as escapes."""
     message = printable(message)
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} [truncated]"
-
-
-def stamp(seconds: float) -> str:
-    """Write seconds since 1970 as Kubernetes does."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def moment(text: Any) -> float:

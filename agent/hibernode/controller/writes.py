@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from hibernode.controller.shelf import owner_of
-from hibernode.controller.status import Condition, stamp, with_conditions
+from hibernode.controller.status import Condition, with_conditions
 from hibernode.kube import names
-from hibernode.kube.api import MERGE, KubeApi, KubeStatusError
-from hibernode.kube.objects import metadata_of
-
-NOT_FOUND: Final = 404
-CONFLICT: Final = 409
+from hibernode.kube.api import MERGE, NOT_FOUND, KubeApi, KubeStatusError
+from hibernode.kube.objects import metadata_of, stamp
 
 FINALIZER: Final = "hibernode.io/artifact"
 """Keeps a deleted object until its artifacts are removed."""

@@ -49,6 +49,9 @@ NAMES_ONLY: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io
 TLS_END_SECONDS: Final = 0.1
 """asyncio ends a TLS connection some turns of its loop after it was told to, and aiohttp waits for none."""
 
+NOT_FOUND: Final = 404
+CONFLICT: Final = 409
+GONE: Final = 410
 TRANSIENT: Final = frozenset({429, 500, 502, 503, 504})
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 from hibernode.errors import UnavailableError
-from hibernode.kube.api import MERGE, Budget, KubeApi, KubeStatusError
-from hibernode.kube.objects import metadata_of
+from hibernode.kube.api import CONFLICT, MERGE, Budget, KubeApi, KubeStatusError
+from hibernode.kube.objects import metadata_of, stamp
 from hibernode.text import printable
 
 log = logging.getLogger("hibernode.kube.events")
@@ -37,7 +37,6 @@ MAX_OBJECTS: Final = 4096
 MAX_COUNT: Final = (1 << 31) - 1
 """An event's count is an int32; beyond it the API server would refuse the event."""
 
-CONFLICT: Final = 409
 MAX_NAME: Final = 253 - 17
 
 
@@ -87,7 +86,7 @@ class EventWriter:
             log.warning("the event %s of %s was not written: %s", reason, reference.get("name"), error)
 
     async def _write(self, reference: Mapping[str, Any], type_: str, reason: str, message: str) -> None:
-        budget, now = Budget(SECONDS, self._api.counters), self._now()
+        budget, now = Budget(SECONDS, self._api.counters), stamp(self._wall())
         words = "\0".join((str(reference), self._component, self._host, type_, reason, message))
         digest = hashlib.sha256(words.encode()).hexdigest()[:16]
         name = f"{str(reference.get('name'))[:MAX_NAME].rstrip('.-')}.{digest}"
@@ -126,9 +125,6 @@ class EventWriter:
         while len(self._budgets) > MAX_OBJECTS:
             self._budgets.popitem(last=False)
         return allowed
-
-    def _now(self) -> str:
-        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._wall()))
 
 
 def reference_to(raw: Mapping[str, Any]) -> dict[str, Any]:

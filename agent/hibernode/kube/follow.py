@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from hibernode.errors import UnavailableError
-from hibernode.kube.api import FIRST_PAUSE, LONGEST_PAUSE, Budget, KubeApi, KubeStatusError
+from hibernode.kube.api import FIRST_PAUSE, GONE, LONGEST_PAUSE, NOT_FOUND, Budget, KubeApi, KubeStatusError
 from hibernode.kube.objects import metadata_of
 
 MAX_AGE: Final = 90.0
 """Seconds for which a list stands without word from the API server: three watches."""
-
-GONE: Final = 410
-NOT_FOUND: Final = 404
 
 log = logging.getLogger(__name__)
 

@@ -12,17 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hibernode.errors import UnavailableError
-from hibernode.kube.api import Budget, KubeApi, KubeStatusError
-from hibernode.kube.objects import metadata_of
+from hibernode.kube.api import CONFLICT, NOT_FOUND, Budget, KubeApi, KubeStatusError
+from hibernode.kube.objects import metadata_of, part_of
 
 SECONDS: Final = 90
 """How long a lease stands without renewal, unless told otherwise."""
 
 MAX_SECONDS: Final = 3600
 """A lease that claims to stand for longer is not believed."""
-
-NOT_FOUND: Final = 404
-CONFLICT: Final = 409
 
 
 class Lease:
@@ -78,7 +75,7 @@ class Lease:
         budget = self._api.budget()
         try:
             raw = await self._api.call("GET", f"{self._folder}/{self._name}", budget)
-            if _spec(raw).get("holderIdentity") == self._holder:
+            if part_of(raw, "spec").get("holderIdentity") == self._holder:
                 await self._write(raw, {"holderIdentity": ""}, budget)
         except (KubeStatusError, UnavailableError):
             return
@@ -102,7 +99,7 @@ class Lease:
             }
             await self._api.call("POST", self._folder, budget, body=body)
             return True
-        spec = _spec(raw)
+        spec = part_of(raw, "spec")
         holder = spec.get("holderIdentity")
         if holder != self._holder:
             if holder and not self._over(raw, began):
@@ -114,7 +111,7 @@ class Lease:
 
     async def _write(self, raw: dict[str, Any], spec: Mapping[str, Any], budget: Budget) -> None:
         """Write exactly over the state that was read: its resourceVersion goes with it."""
-        body = {**raw, "spec": {**_spec(raw), **spec}}
+        body = {**raw, "spec": {**part_of(raw, "spec"), **spec}}
         await self._api.call("PUT", f"{self._folder}/{self._name}", budget, body=body)
 
     def _over(self, raw: dict[str, Any], now: float) -> bool:
@@ -124,18 +121,13 @@ class Lease:
             # After this answer, not before the question: it may have been renewed in between.
             self._seen, self._since = version, self._clock()
             return False
-        seconds = _number(_spec(raw).get("leaseDurationSeconds"), self._seconds, MAX_SECONDS)
+        seconds = _number(part_of(raw, "spec").get("leaseDurationSeconds"), self._seconds, MAX_SECONDS)
         return now - self._since > max(seconds, 1)
 
     def _now(self) -> str:
         """Write the time as a MicroTime."""
         seconds, rest = divmod(self._wall() // 1000, 10**6)
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest:06d}Z"
-
-
-def _spec(raw: dict[str, Any]) -> dict[str, Any]:
-    spec = raw.get("spec")
-    return spec if isinstance(spec, dict) else {}
 
 
 def _number(value: Any, otherwise: int, most: int) -> int:

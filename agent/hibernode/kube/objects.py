@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+def part_of(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Take an object out of another; empty where there is none."""
+    found = raw.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def metadata_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Take the metadata of an object; empty for one without."""
-    found = raw.get("metadata")
-    return found if isinstance(found, dict) else {}
+    return part_of(raw, "metadata")
+
+
+def status_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Take the status of an object; empty for one without."""
+    return part_of(raw, "status")
 
 
 def conditions_of(raw: Mapping[str, Any]) -> Sequence[Any]:
     """List the conditions of an object."""
-    status = raw.get("status")
-    found = status.get("conditions") if isinstance(status, dict) else None
+    found = status_of(raw).get("conditions")
     return found if isinstance(found, list) else []
+
+
+def stamp(seconds: float) -> str:
+    """Write seconds since 1970 as Kubernetes does."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from hibernode.errors import UnavailableError
-from hibernode.kube.api import KubeApi, KubeStatusError
+from hibernode.kube.api import NOT_FOUND, KubeApi, KubeStatusError
 from hibernode.kube.objects import metadata_of
 from hibernode.metadata.access import NOBODY
 from hibernode.metadata.locality import Places
@@ -20,7 +20,6 @@ ANSWER_SECONDS: Final = 60.0
 """How long an answer of the API server holds: two scans of the reaper."""
 
 MAX_ANSWERS: Final = 4096
-NOT_FOUND: Final = 404
 ENDED: Final = frozenset({"Succeeded", "Failed"})
 """Phases of a pod that runs no more and never will."""
 

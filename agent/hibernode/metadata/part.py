@@ -8,10 +8,10 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hibernode.errors import HibernodeError, StorageError, UnavailableError, UsageError
+from hibernode.kube.account import own_namespace
 from hibernode.listen import SocketLock, tcp_sockets
 from hibernode.metadata.absence import Absences
 from hibernode.metadata.access import Gate, Reviewer, by_address, by_credentials, is_loopback
@@ -44,7 +44,6 @@ SOCKET_MODE: Final = 0o666
 """Any worker may connect; who it is the kernel tells."""
 
 DIRECTORY_MODE: Final = 0o755
-NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 MAX_SEND: Final = 100 << 20
 """Bytes of an answer: what the stock client takes."""
 
@@ -371,10 +370,9 @@ def _own_namespace() -> str:
     for name in ("MX_METADATA_NAMESPACE", "POD_NAMESPACE"):
         if os.environ.get(name):
             return os.environ[name]
-    try:
-        return NAMESPACE_FILE.read_text(encoding="utf-8").strip()
-    except OSError:
-        raise UsageError(
-            "metadata.namespace is not set, and the agent runs in no pod",
-            remedy="set metadata.namespace to the namespace of the workers",
-        ) from None
+    if namespace := own_namespace():
+        return namespace
+    raise UsageError(
+        "metadata.namespace is not set, and the agent runs in no pod",
+        remedy="set metadata.namespace to the namespace of the workers",
+    )

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hibernode.errors import ConflictError, NotFoundError, UnavailableError
-from hibernode.kube.api import MERGE, NAMES_ONLY, Budget, KubeApi, KubeStatusError
+from hibernode.kube.api import CONFLICT, MERGE, NAMES_ONLY, NOT_FOUND, Budget, KubeApi, KubeStatusError
 from hibernode.kube.follow import MAX_AGE
 from hibernode.kube.objects import conditions_of, metadata_of
 from hibernode.metadata.backend import BackendStats, Change, WorkerQuery
@@ -70,8 +70,6 @@ UNDO_SECONDS: Final = 3.0
 READERS: Final = 8
 """Reads that go through to the API server at the same time."""
 
-NOT_FOUND: Final = 404
-CONFLICT: Final = 409
 
 _NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
