@@ -14,7 +14,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -203,31 +203,37 @@ def signature(path: Path | str) -> tuple[int, ...]:
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
+def ask(argv: Sequence[str], seconds: float, most: int) -> tuple[int, str]:
+    """Run a program that only says something; its exit code and the first ``most`` bytes of what it printed.
+
+    :raises OSError: it cannot be started. :raises subprocess.TimeoutExpired: it took longer, and was killed.
+    """
+    # A file takes the output: a pipe could be kept open by a child, and waiting for it could take for ever.
+    with open(os.memfd_create("output"), "w+b") as output:  # noqa: PTH123
+        code = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd="/",
+            env=clean_env(),
+            timeout=seconds,
+            check=False,
+            start_new_session=True,
+        ).returncode
+        output.seek(0)
+        return code, output.read(most).decode(errors="replace")
+
+
 @functools.lru_cache(maxsize=16)
 def _version(argv: tuple[str, ...], _files: tuple[object, ...]) -> str:
     """Ask a CRIU for its version; ``_files`` makes the answer hold only until a file of it changes."""
-    # A file takes the output: a pipe could be kept open by a child, and waiting for it could take for ever.
-    with open(os.memfd_create("criu-version"), "w+b") as output:  # noqa: PTH123
-        try:
-            code = subprocess.run(
-                [*argv, "--version"],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd="/",
-                env=clean_env(),
-                timeout=VERSION_SECONDS,
-                check=False,
-                start_new_session=True,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            raise _refused(
-                argv[-1], f"did not tell its version in {VERSION_SECONDS:g} s", "CriuBroken"
-            ) from None
-        except OSError as error:
-            raise _refused(argv[-1], f"cannot be started: {error.strerror}", "CriuBroken") from None
-        output.seek(0)
-        text = output.read(MAX_VERSION_BYTES).decode(errors="replace")
+    try:
+        code, text = ask([*argv, "--version"], VERSION_SECONDS, MAX_VERSION_BYTES)
+    except subprocess.TimeoutExpired:
+        raise _refused(argv[-1], f"did not tell its version in {VERSION_SECONDS:g} s", "CriuBroken") from None
+    except OSError as error:
+        raise _refused(argv[-1], f"cannot be started: {error.strerror}", "CriuBroken") from None
     match = _VERSION.search(text)
     if code != 0 or match is None:
         shown = " ".join(text.split())[:200] or "nothing"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from hibernode.apart import uncut
-from hibernode.criu.find import clean_env, signature, untrusted
+from hibernode.criu.find import ask, clean_env, signature, untrusted
 from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 from hibernode.host import procfs
 from hibernode.host.procfs import Process
@@ -109,25 +109,12 @@ def find_tool(settings: GpuSettings) -> Tool:
 @functools.lru_cache(maxsize=4)
 def _version(path: str, seconds: float, _changes: object) -> str:
     """Read the version from the help, which comes from the driver and so shows that it can be reached."""
-    with open(os.memfd_create(NAME), "w+b") as output:  # noqa: PTH123 - a pipe could be kept open by a child
-        try:
-            code = subprocess.run(
-                [path, "--help"],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd="/",
-                env=clean_env(),
-                timeout=seconds,
-                check=False,
-                start_new_session=True,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            raise _refused(f"{path} did not answer in {seconds:g} s", "CudaCheckpointBroken") from None
-        except OSError as error:
-            raise _refused(f"{path} cannot be started: {error.strerror}", "CudaCheckpointBroken") from None
-        output.seek(0)
-        text = output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+    try:
+        code, text = ask([path, "--help"], seconds, MAX_OUTPUT_BYTES)
+    except subprocess.TimeoutExpired:
+        raise _refused(f"{path} did not answer in {seconds:g} s", "CudaCheckpointBroken") from None
+    except OSError as error:
+        raise _refused(f"{path} cannot be started: {error.strerror}", "CudaCheckpointBroken") from None
     match = _VERSION.search(text)
     if code != 0 or match is None:
         raise _refused(
