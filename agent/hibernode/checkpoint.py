@@ -33,8 +33,7 @@ from hibernode.criu.runner import CriuResult, find_criu, run_criu
 from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.containers import Container, container_of, hold
 from hibernode.discovery.signals import SignalDir, done_payload
-from hibernode.dump_options import dump_options
-from hibernode.dump_work import Work, captured, journal_facts, look, put_back
+from hibernode.dump_work import Work, captured, dump_options, journal_facts, look, put_back
 from hibernode.errors import (
     BusyError,
     CriuError,

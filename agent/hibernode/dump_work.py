@@ -1,4 +1,4 @@
-"""One dump under way: what its steps hand on to each other, and how the worker is put back."""
+"""One dump: what CRIU is asked for, what its steps hand on to each other, and how the worker is put back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hibernode.artifact.manifest import DiffFacts, LinkFacts, Manifest
 from hibernode.artifact.staging import Staging
 from hibernode.container import dump as containers
 from hibernode.container.dump import ContainerDump
-from hibernode.criu.options import DUMP_LOG
+from hibernode.criu import options
 from hibernode.criu.runner import Criu
 from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.containers import Container
@@ -26,6 +26,7 @@ from hibernode.gpu.quiesce import Quiesced
 from hibernode.host import netlock
 from hibernode.journal import Journal, Step
 from hibernode.preflight import Preflight
+from hibernode.settings import Settings
 from hibernode.worker import STOPPED, WorkerState, settle
 from hibernode.workload import ProcessKey
 
@@ -66,6 +67,21 @@ async def look(work: Work, look: Callable[[], T]) -> T:
     return await apart(look, owner_of(work.request.process.pid), "a look at it before a dump")
 
 
+def dump_options(settings: Settings, checked: Preflight) -> options.DumpOptions:
+    """Choose CRIU's options from the settings and what preflight has seen."""
+    criu = settings.criu
+    return options.DumpOptions(
+        leave=settings.checkpoint.leave,
+        shell_job=checked.shell_job,
+        tcp=checked.tcp,
+        file_locks=criu.file_locks,
+        link_remap=criu.link_remap,
+        ghost_limit_bytes=criu.ghost_limit_bytes,
+        freeze_timeout_seconds=criu.freeze_timeout_seconds,
+        log_level=criu.log_level,
+    )
+
+
 def put_back(work: Work) -> None:
     """Bring the worker back to the state it was in, and its connections too if CRIU could not."""
     kept_alive = work.preflight is not None and work.preflight.tcp == "established"
@@ -77,7 +93,7 @@ def put_back(work: Work) -> None:
             log.log(logging.ERROR if work.request.process.alive() else logging.DEBUG, "%s", error)
     if kept_alive and in_dump and work.request.process.alive():
         stopped = {key.pid for key, state in work.before.items() if state.state in STOPPED}
-        log_path = work.staging.artifact_path / DUMP_LOG
+        log_path = work.staging.artifact_path / options.DUMP_LOG
         netlock.heal(work.request.process.pid, log_path, stopped=stopped)
     settle(work.request.process, work.before)
 

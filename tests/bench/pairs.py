@@ -18,7 +18,7 @@ from hibernode.checkpoint import Checkpointer
 from hibernode.criu import options
 from hibernode.criu.runner import clean_env, find_criu
 from hibernode.discovery.locate import Contract
-from hibernode.dump_options import dump_options
+from hibernode.dump_work import dump_options
 from hibernode.host.procfs import Process
 from hibernode.preflight import preflight
 from hibernode.restore import Restorer

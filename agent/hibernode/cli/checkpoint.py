@@ -129,7 +129,7 @@ def _dry_run(settings: Settings, process: Process, output: str) -> None:
     from hibernode.criu.options import dump_args
     from hibernode.criu.runner import find_criu
     from hibernode.discovery.containers import container_of
-    from hibernode.dump_options import dump_options
+    from hibernode.dump_work import dump_options
     from hibernode.gpu.preflight import gpu_findings
     from hibernode.preflight import preflight
 
