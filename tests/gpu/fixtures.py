@@ -15,7 +15,7 @@ import pytest
 from hibernode.gpu.owners import Owners
 from hibernode.gpu.service import GpuService
 from hibernode.settings import GpuSettings
-from tests.gpu import kit
+from tests.gpu import cuda_kit, kit
 from tests.gpu.kit import Stub
 
 GENEROUS_SECONDS = 30.0
@@ -25,6 +25,12 @@ GENEROUS_SECONDS = 30.0
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the stand-in; it is not loaded."""
     return kit.build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the stand-ins of CUDA's library and of cuda-checkpoint, with a worker that uses them."""
+    return cuda_kit.build(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture

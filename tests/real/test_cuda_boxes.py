@@ -12,20 +12,16 @@ import pytest
 
 from tests.gpu import cuda_kit
 from tests.gpu.cuda_kit import CudaTool
+from tests.gpu.fixtures import built
 from tests.real.boxes import Box, Kit
 from tests.real.node import HIBERNODE, Node, read_json, state_letter, until
 from tests.real.places import Place, descendants, inner_pid, placed
 
+__all__ = ["built"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.criu, pytest.mark.containers]
 
 PROCESSES = 3
 RUNNING = ["running"] * PROCESSES
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the stand-ins."""
-    return cuda_kit.build(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture

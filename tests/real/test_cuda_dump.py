@@ -13,8 +13,10 @@ import pytest
 from hibernode.host import procfs
 from tests.gpu import cuda_kit
 from tests.gpu.cuda_kit import CudaTool
+from tests.gpu.fixtures import built
 from tests.real.node import HIBERNODE, Node, read_json, state_letter, until
 
+__all__ = ["built"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.criu]
 
 PROCESSES = 5
@@ -27,12 +29,6 @@ FAILURES = [
     "hang checkpoint 4",
     "half checkpoint 5",
 ]
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the stand-ins."""
-    return cuda_kit.build(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture

@@ -15,13 +15,12 @@ import pytest
 from hibernode.artifact.manifest import CudaFacts, CudaProcessFacts, GpuFacts, manifest_bytes, parse_manifest
 from hibernode.gpu.cuda import Tool, cuda_processes, quiesce
 from hibernode.settings import GpuSettings
-from tests.gpu import cuda_kit
 from tests.gpu.cuda_kit import VERSION, CudaTool
-from tests.gpu.fixtures import library
+from tests.gpu.fixtures import built, library
 from tests.gpu.kit import GIB, Stub, uuid
 from tests.real.node import HIBERNODE, Node, read_json, state_letter, until
 
-__all__ = ["library"]  # a fixture
+__all__ = ["built", "library"]  # fixtures
 pytestmark = [pytest.mark.criu, pytest.mark.gpu]
 
 MODEL = "NVIDIA H100 80GB HBM3"
@@ -68,12 +67,6 @@ class Frozen:
         """Restore; gives what was said."""
         self.node.pids_free(self.id)
         return self.node.run("restore", self.id).stdout
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the stand-ins."""
-    return cuda_kit.build(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture
