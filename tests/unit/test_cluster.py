@@ -19,9 +19,9 @@ from hibernode.answers import Outcome, Request, Trigger
 from hibernode.cli.agent import _kubernetes
 from hibernode.cluster import inside, node
 from hibernode.cluster.checkpoints import Checkpoints
-from hibernode.cluster.outbox import Outbox
+from hibernode.cluster.outbox import FORBIDDEN_TRIES, Outbox
 from hibernode.cluster.part import wanted
-from hibernode.cluster.pods import Kind, ask_of
+from hibernode.cluster.pods import Kind, Ref, ask_of
 from hibernode.cluster.roster import Entry, Roster
 from hibernode.cluster.shared import MISSING_SECONDS, Shared, locate
 from hibernode.cluster.teller import Teller
@@ -30,6 +30,7 @@ from hibernode.errors import RefusedError, UnavailableError
 from hibernode.gpu.state import Gpu, GpuState, Happened, NvmlState, Snapshot
 from hibernode.host.procfs import Process
 from hibernode.kube.api import MERGE, KubeApi, KubeStatusError
+from hibernode.kube.events import BURST
 from hibernode.kube.lease import Lease
 from hibernode.kube.names import ERAS, TRUE
 from hibernode.settings import KubernetesSettings, Settings
@@ -96,13 +97,9 @@ async def test_what_cannot_be_told_waits_and_goes_in_order(
 
 
 async def test_what_is_refused_is_given_up_and_counted(outbox: Outbox) -> None:
-    """The object has gone, or the agent may not; the next message is not held up by it."""
+    """The object has gone, or the message is wrong; the next one is not held up by it."""
     server = Server()
-    for error in (
-        KubeStatusError(404, "NotFound", "gone"),
-        UnavailableError("may not", reason="ApiForbidden"),
-        ValueError("a fault of ours"),
-    ):
+    for error in (KubeStatusError(404, "NotFound", "gone"), ValueError("a fault of ours")):
         server.error = error
         before = outbox.lost
         outbox.put(server.send("x"))
@@ -110,6 +107,36 @@ async def test_what_is_refused_is_given_up_and_counted(outbox: Outbox) -> None:
     server.error = None
     outbox.put(server.send("next"))
     await until(lambda: server.taken == ["next"])
+
+
+async def test_what_is_forbidden_for_a_while_is_told_later(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server that has just started knows no roles; what others are told goes meanwhile."""
+    monkeypatch.setattr("hibernode.cluster.outbox.LONGEST_PAUSE", 0.001)
+    forbidding, other = Server(), Server()
+    forbidding.error = UnavailableError("may not", reason="ApiForbidden")
+    outbox.put(forbidding.send("early"))
+    outbox.put(other.send("another"))
+    await until(lambda: other.taken and forbidding.tries > 2)
+    outbox.put(other.send("later"))
+    await until(lambda: other.taken == ["another", "later"])
+    forbidding.error = None
+    await until(lambda: not len(outbox))
+    assert (forbidding.taken, outbox.lost) == (["early"], 0)
+    forbidding.error = UnavailableError("may not", reason="ApiForbidden")
+    tries = forbidding.tries
+    outbox.put(forbidding.send("never"))
+    await until(lambda: outbox.lost)
+    assert (forbidding.tries - tries, len(outbox)) == (FORBIDDEN_TRIES, 0)
+
+
+def test_an_outage_uses_up_no_budget_of_events() -> None:
+    """An event counts when it happens, not whenever the outbox tries it."""
+    teller = Teller(Outbox(), NODE)
+    for number in range(BURST + 2):
+        teller.event(Ref("Pod", "ns", "p", UID), "Normal", "Reason", f"text {number}")
+    assert len(teller.outbox) == BURST
 
 
 async def test_the_oldest_are_lost_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:

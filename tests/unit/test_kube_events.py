@@ -109,9 +109,9 @@ async def test_one_object_cannot_fill_the_cluster(book: Book) -> None:
 def test_the_budgets_of_many_objects_are_bounded(book: Book) -> None:
     """Those that were silent for longest are forgotten."""
     for number in range(MAX_OBJECTS + 5):
-        assert book.writer._allowed(str(number))
-    assert len(book.writer._budgets) == MAX_OBJECTS
-    assert "0" not in book.writer._budgets
+        assert book.writer._budget.take(str(number))
+    assert len(book.writer._budget) == MAX_OBJECTS
+    assert "0" not in book.writer._budget._left
 
 
 @pytest.mark.parametrize(

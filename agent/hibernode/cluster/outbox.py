@@ -8,6 +8,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 from hibernode.errors import UnavailableError
@@ -20,7 +21,17 @@ KEPT: Final = 1000
 
 FORBIDDEN: Final = "ApiForbidden"
 
+FORBIDDEN_TRIES: Final = 30
+"""So often is a message sent that is forbidden, in about as many pauses, 45 s. An API server that has just
+started knows no roles yet and forbids all; whoever mends a role does it in two steps."""
+
 Send = Callable[[], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class _Message:
+    send: Send
+    forbidden: int = 0
 
 
 class Outbox:
@@ -29,7 +40,7 @@ class Outbox:
     def __init__(self, kept: int = KEPT) -> None:
         self.lost = 0
         self._kept = kept
-        self._waiting: OrderedDict[str, Send] = OrderedDict()
+        self._waiting: OrderedDict[str, _Message] = OrderedDict()
         self._numbers = itertools.count()
         self._news = asyncio.Event()
 
@@ -41,7 +52,7 @@ class Outbox:
         """Have something sent; with a ``key`` it takes the place of what waits under the same."""
         key = key or f"#{next(self._numbers)}"
         self._waiting.pop(key, None)
-        self._waiting[key] = send
+        self._waiting[key] = _Message(send)
         while len(self._waiting) > self._kept:
             name, _ = self._waiting.popitem(last=False)
             self.lost += 1
@@ -65,28 +76,34 @@ class Outbox:
     async def run(self) -> None:
         """Send for ever."""
         while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._waiting:
-                await self._first()
-
-    async def _first(self) -> None:
-        """Send the oldest message; one that cannot be sent now keeps its place."""
-        key, send = next(iter(self._waiting.items()))
-        try:
-            await send()
-        except KubeStatusError as error:
-            self._refused(key, error)
-        except UnavailableError as error:
-            if error.reason != FORBIDDEN:
+            if await self._round():
+                await self._news.wait()
+                self._news.clear()
+            else:
                 await asyncio.sleep(random.uniform(LONGEST_PAUSE / 2, LONGEST_PAUSE))  # noqa: S311 - spreads callers
-                return
-            self._refused(key, error)
-        except Exception as error:
-            log.exception("a message to the API server cannot be sent")
-            self._refused(key, error)
-        if self._waiting.get(key) is send:  # nothing newer has taken its place meanwhile
-            del self._waiting[key]
+
+    async def _round(self) -> bool:
+        """Send what waits, in order; False if some of it has to be tried again."""
+        for key, message in list(self._waiting.items()):
+            if self._waiting.get(key) is not message:  # a newer one has taken its place, or it was too old
+                continue
+            try:
+                await message.send()
+            except KubeStatusError as error:
+                self._refused(key, error)
+            except UnavailableError as error:
+                if error.reason != FORBIDDEN:
+                    return False  # nothing else would go either
+                message.forbidden += 1
+                if message.forbidden < FORBIDDEN_TRIES:
+                    continue  # what others are told is not held up by it
+                self._refused(key, error)
+            except Exception as error:
+                log.exception("a message to the API server cannot be sent")
+                self._refused(key, error)
+            if self._waiting.get(key) is message:
+                del self._waiting[key]
+        return not any(message.forbidden for message in self._waiting.values())
 
     def _refused(self, key: str, error: Exception) -> None:
         """Give a message up: its object has gone, or we may not."""

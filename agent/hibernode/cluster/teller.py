@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Mapping
@@ -13,9 +14,11 @@ from hibernode.cluster.pods import Ask, Ref
 from hibernode.errors import UnavailableError
 from hibernode.events import clean
 from hibernode.kube.api import MERGE, KubeApi
-from hibernode.kube.events import EventWriter, reference_to
+from hibernode.kube.events import EventBudget, EventWriter, reference_to
 from hibernode.kube.names import INCOMPATIBLE_CONDITION
 from hibernode.kube.objects import stamp
+
+log = logging.getLogger("hibernode.cluster")
 
 STRATEGIC: Final = "application/strategic-merge-patch+json"
 """Merges conditions by their type."""
@@ -37,10 +40,7 @@ class KeptEvents(EventWriter):
         :raises UnavailableError: it may be written later. :raises KubeStatusError: it never will.
         """
         self._at = at
-        if self._allowed(ref.uid):
-            await self._write(reference(ref), "Normal" if kind == "Normal" else "Warning", reason, message)
-        else:
-            self.dropped += 1
+        await self._write(reference(ref), "Normal" if kind == "Normal" else "Warning", reason, message)
 
 
 def reference(ref: Ref) -> dict[str, Any]:
@@ -56,6 +56,7 @@ class Teller:
         self.api: KubeApi | None = None
         self.outbox = outbox
         self._node = node
+        self._budget = EventBudget()
         self._events: KeptEvents | None = None
 
     def connect(self, api: KubeApi | None) -> None:
@@ -64,7 +65,10 @@ class Teller:
         self._events = None if api is None else KeptEvents(api, self._node)
 
     def event(self, ref: Ref, kind: str, reason: str, message: str) -> None:
-        """Tell an event on an object. ``kind``: Normal or Warning."""
+        """Tell an event on an object, if it has not too many. ``kind``: Normal or Warning."""
+        if not self._budget.take(ref.uid):  # here, not where it is written: that is tried often
+            log.info("no event %s of %s: it has many already", reason, ref.name)
+            return
         word = reason if _WORD.fullmatch(reason) else "Other"
         self.outbox.put(partial(self._write, ref, kind, word, clean(message), time.time()))
 

@@ -40,6 +40,31 @@ MAX_COUNT: Final = (1 << 31) - 1
 MAX_NAME: Final = 253 - 17
 
 
+class EventBudget:
+    """How many events each object may have; ``refused`` counts the others. ``clock``: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.refused = 0
+        self._clock = clock
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Count the objects that are remembered."""
+        return len(self._left)
+
+    def take(self, uid: str) -> bool:
+        """Take one from an object's budget, or refuse it."""
+        now = self._clock()
+        left, since = self._left.pop(uid, (float(BURST), now))
+        left = min(left + (now - since) / REFILL_SECONDS, BURST)
+        allowed = left >= 1
+        self._left[uid] = (left - 1 if allowed else left, now)
+        while len(self._left) > MAX_OBJECTS:
+            self._left.popitem(last=False)
+        self.refused += not allowed
+        return allowed
+
+
 class EventWriter:
     """Writes events; ``component`` says who. ``host`` is the node, if that is of interest.
 
@@ -55,10 +80,13 @@ class EventWriter:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.dropped = 0
         self._api, self._component, self._host = api, component, host
-        self._clock, self._wall = clock, wall
-        self._budgets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._budget, self._wall = EventBudget(clock), wall
+
+    @property
+    def dropped(self) -> int:
+        """Events that were not written, because their objects had many."""
+        return self._budget.refused
 
     async def say(
         self,
@@ -76,8 +104,7 @@ class EventWriter:
         reference = reference_to(involved) | ({"fieldPath": field} if field else {})
         message = printable(message)
         message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
-        if not self._allowed(str(reference.get("uid"))):
-            self.dropped += 1
+        if not self._budget.take(str(reference.get("uid"))):
             log.info("no event %s of %s: it has many already", reason, reference.get("name"))
             return
         try:
@@ -114,17 +141,6 @@ class EventWriter:
             count = min(max(count, 1), MAX_COUNT - 1) + 1 if isinstance(count, int) else 2
             more = {"count": count, "lastTimestamp": now}
             await self._api.call("PATCH", f"{folder}/{name}", budget, body=more, content=MERGE)
-
-    def _allowed(self, uid: str) -> bool:
-        """Take one from the object's budget."""
-        now = self._clock()
-        left, since = self._budgets.pop(uid, (float(BURST), now))
-        left = min(left + (now - since) / REFILL_SECONDS, BURST)
-        allowed = left >= 1
-        self._budgets[uid] = (left - 1 if allowed else left, now)
-        while len(self._budgets) > MAX_OBJECTS:
-            self._budgets.popitem(last=False)
-        return allowed
 
 
 def reference_to(raw: Mapping[str, Any]) -> dict[str, Any]:
