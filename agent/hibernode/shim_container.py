@@ -73,7 +73,6 @@ class Container:
                 os.mkdir(path)  # noqa: PTH102
             else:
                 os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        threading.Thread(target=self.fit_mounts, daemon=True).start()
 
     def opened(self, mode: str) -> int:
         """Take the init's own output in the place of the worker's, or /dev/null where it has none."""
@@ -87,7 +86,10 @@ class Container:
 
     @contextlib.contextmanager
     def pids(self) -> Iterator[None]:
-        """Have the children that are forked in the block begin in the container's pid namespace."""
+        """Have the child that is forked in the block, CRIU, begin in the container's pid namespace.
+
+        What CRIU asks for is done by a thread that is started afterwards: a fork copies no locks of others.
+        """
         linux.setns(self.namespaces["pid"], linux.CLONE_NEWPID)
         try:
             yield
@@ -95,6 +97,7 @@ class Container:
             linux.setns(self.own, linux.CLONE_NEWPID)
             for fd in (self.say, self.wait):  # CRIU's ends: when it is gone the others know
                 os.close(fd)
+            threading.Thread(target=self.fit_mounts, daemon=True).start()
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
