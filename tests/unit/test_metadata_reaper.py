@@ -368,6 +368,30 @@ async def test_a_broken_answer_gives_nobody_two_leases(
     assert await first.ask()
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+async def test_a_lease_whose_answer_did_not_come_is_given_back(
+    fake: FakeKube, leases: list[Lease], seconds: Seconds, method: str
+) -> None:
+    """Who is ended while he asks may have got it; the next one need not wait until it runs out."""
+    first, second = leases
+    if method == "PUT":
+        assert await second.ask()
+        await second.release()
+    fake.fail(1, f"{method} .*/leases", Fault(silent=True, after=True))
+    asking = asyncio.create_task(first.ask())
+    async with asyncio.timeout(60):
+        while fake.objects.get(("ns", LEASES, LEASE), {}).get("spec", {}).get("holderIdentity") != "agent-0":
+            await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert first.left() == 0.0
+    await first.release()
+    assert await second.ask()
+    seconds.now += 10
+    await first.release()
+    assert fake.get(LEASES, LEASE)["spec"]["holderIdentity"] == "agent-1"
+
+
 async def test_without_the_api_server_the_lease_runs_out(
     fake: FakeKube, leases: list[Lease], seconds: Seconds
 ) -> None:

@@ -43,7 +43,7 @@ class Lease:
         self._clock, self._wall = clock, wall
         self._folder = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._namespace, self._name = namespace, name
-        self._end = 0.0
+        self._end, self._perhaps = 0.0, False
         self._seen, self._since = "", 0.0
 
     def left(self) -> float:
@@ -56,6 +56,7 @@ class Lease:
         :raises UnavailableError: the API server does not answer; what is ours stays so until it runs out.
         """
         began, budget = self._clock(), self._api.budget()
+        self._perhaps = True  # until an answer says no: it may be lost, or we be cancelled before it comes
         try:
             taken = await self._try(began, budget)
         except KubeStatusError as error:
@@ -64,14 +65,14 @@ class Lease:
             raise UnavailableError(
                 f"the Kubernetes API refused the lease {self._name}: {error}"[:600], reason="ApiRefused"
             ) from error
-        self._end = began + self._seconds * 2 / 3 if taken else 0.0
+        self._end, self._perhaps = began + self._seconds * 2 / 3 if taken else 0.0, taken
         return taken
 
     async def release(self) -> None:
         """Give it back, so that another need not wait; what fails here runs out by itself."""
-        if not self.left():
+        if not self._perhaps:
             return
-        self._end = 0.0
+        self._end, self._perhaps = 0.0, False
         budget = self._api.budget()
         try:
             raw = await self._api.call("GET", f"{self._folder}/{self._name}", budget)
