@@ -43,7 +43,7 @@ class Marker:
         return code in (0, EXISTED)
 
     def remove(self) -> None:
-        """Take it away again, if it was written here."""
+        """Take it away again, if it was written here, or by a shim that cannot do so any more."""
         if self.written:
             self._as_worker(self._unlink)
 
@@ -77,11 +77,24 @@ class Marker:
         try:
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=above)
         except FileExistsError:
-            found = os.stat(name, dir_fd=above, follow_symlinks=False)
-            ours = stat.S_ISREG(found.st_mode) and found.st_uid == self.spec["uid"]
-            return EXISTED if ours else ODD
-        os.write(fd, CONTENT)
+            return self._existing(above, name)
+        try:
+            os.write(fd, CONTENT)
+        except OSError:  # a full disk: an empty one is a marker too
+            os.unlink(name, dir_fd=above)
+            raise
         return 0
+
+    def _existing(self, above: int, name: str) -> int:
+        """Tell what is there already; one that a shim which was killed has left is ours from now on."""
+        found = os.stat(name, dir_fd=above, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != self.spec["uid"]:
+            return ODD
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+        except PermissionError:
+            return EXISTED
+        return 0 if os.read(fd, len(CONTENT) + 1) == CONTENT else EXISTED
 
     def _unlink(self, above: int, name: str) -> int:
         os.unlink(name, dir_fd=above)

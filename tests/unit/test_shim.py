@@ -20,6 +20,7 @@ import pytest
 from hibernode import restored, shim
 from hibernode.host import procfs
 from hibernode.host.safefs import Dir
+from hibernode.shim_marker import CONTENT
 
 NOBODY = 65534
 DEADLINE = 60.0
@@ -440,6 +441,34 @@ def test_a_marker_that_was_there_stays_after_a_failure(restore: Restore) -> None
     os.chown(path, NOBODY, NOBODY)
     assert restore.run("sys.exit(5)", marker=restore.marker(path))["returncode"] == 5
     assert path.read_text() == "older"
+
+
+def test_a_marker_that_a_killed_shim_has_left_is_taken_over(restore: Restore) -> None:
+    """It goes with this worker: else the next cold start would take itself for a restored copy."""
+    path = restore.open_to_all / "restored"
+    path.write_bytes(CONTENT)
+    os.chown(path, NOBODY, NOBODY)
+    answer = restore.run(worker(), marker=restore.marker(path))
+    assert answer["phase"] == "running"
+    assert path.read_bytes() == CONTENT
+    os.kill(answer["pid"], signal.SIGKILL)
+    restore.end()
+    assert not path.exists()
+
+
+def test_a_full_disk_leaves_no_empty_marker(restore: Restore) -> None:
+    """A worker looks only whether there is one."""
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "full", restore.open_to_all], check=True
+    )
+    try:
+        (restore.open_to_all / "full").write_bytes(b"x" * 4096)
+        answer = restore.run(worker(), marker=restore.marker(restore.open_to_all / "restored"))
+        assert "cannot write the restore marker" in answer["error"]
+        restore.end()
+        assert [entry.name for entry in restore.open_to_all.iterdir()] == ["full"]
+    finally:
+        subprocess.run(["umount", restore.open_to_all], check=True)
 
 
 CAP_DAC_OVERRIDE = 1 << 1
