@@ -31,7 +31,7 @@ from hibernode.errors import BusyError, HibernodeError, IntegrityError, NotFound
 from hibernode.gpu.quiesce import owe, wake_noted
 from hibernode.host import netlock
 from hibernode.host.freezer import Freezer
-from hibernode.host.procfs import boot_id
+from hibernode.host.procfs import Process, boot_id
 from hibernode.host.safefs import Dir
 from hibernode.journal import Step, read_journal
 from hibernode.restored import Phase, Restored
@@ -346,15 +346,44 @@ def _take_back(
             return f"its container {'has taken another worker since' if same_boot else 'is gone'}", []
         # A placeholder that is told may begin something else, so that the last one to undo tells it.
         return filling.undo_noted(journal, directory, tell=all(o.step == Step.DONE for o in there))
+    _end_on_node(state, entry, directory, journal, same_boot=same_boot)
+    return "", []
+
+
+def end_left(state: StateDir, name: str) -> None:
+    """End what a restore of the caller's own has made whose shim is gone or does not end: all but its files.
+
+    The shim does so itself if it can. Of a worker that runs by now nothing is touched.
+    """
+    with state.restores_dir.subdir(name) as directory:
+        restored.undo(directory)
+        entry = restored.read(state, name)
+        if entry.key is not None or entry.phase is Phase.FAILED:
+            return
+        journal = read_journal(directory) or {}
+        if entry.target is None:
+            _end_on_node(state, entry, directory, journal)
+            return
+        with contextlib.suppress(ProcessLookupError), Process.open(entry.target.pid) as process:
+            if process.key == entry.target and filling.waits(process, journal["target"]):
+                filling.end_left(process, journal, directory)
+
+
+def _end_on_node(
+    state: StateDir, entry: Restored, directory: Dir, journal: dict[str, Any], *, same_boot: bool = True
+) -> None:
+    """End the tree, or half a tree, that a dead restore has left on the node, and take its marker away."""
     began = noted_time(journal.get("started_at"))
-    if same_boot:
+    # A shim that has failed has ended its tree: who has one of the pids now is another process.
+    if same_boot and entry.phase is not Phase.FAILED:
         # A task that CRIU had forked may have the worker's memory, and no mark of ours any more, when CRIU
         # dies; it then waits for ever. It is known by its pid, which CRIU gave it, and by its start.
         end_since(_pids(journal), began, lambda: _taken_since(state, entry)[0])
     marker = _marker(directory)
-    if marker is not None and marker.get("path") not in _taken_since(state, entry)[1]:
-        leftovers.remove_marker(os.getpid(), marker, began)
-    return "", []
+    if marker is None or marker.get("path") in _taken_since(state, entry)[1]:
+        return
+    with contextlib.suppress(OSError), leftovers.files_of(os.getpid()) as root:
+        leftovers.remove_marker(root, marker, began)
 
 
 def _taken_since(state: StateDir, entry: Restored) -> tuple[set[int], set[str]]:

@@ -194,9 +194,9 @@ class Restorer:
         attempt = f"{request.id}.restore"
         self.state.attempt_begins(attempt)
         try:
-            awake = partial(self._awaken, work, artifact.manifest, thaw)
+            awake, end_left = partial(self._awaken, work, artifact.manifest, thaw), partial(self._end, work)
             with links.laid(artifact.manifest.links), journal.timed("criu"):
-                state = await run_shim(work.directory, deadline, awake)
+                state = await run_shim(work.directory, deadline, awake, end_left)
         finally:
             # Counted is what ends the agent itself; a failure that we live to tell is answered, not retried.
             self.state.attempts_clear(attempt)
@@ -231,6 +231,14 @@ class Restorer:
         with journal.timed("wake-gpu"):
             journal.note(woken=await awaken(thaw, manifest.cuda, root, self.settings.gpu))
         journal.phases["criu"] = -journal.phases["wake-gpu"]  # it is within CRIU's time, which is added then
+
+    async def _end(self, work: _Work) -> None:
+        """End what a shim that cannot do so itself has made; the container's files may hang meanwhile."""
+        end = partial(recover.end_left, self.state, work.directory.path.name)
+        try:
+            await apart(end, asked(work.request), "the end of a restore", seconds=FILES_SECONDS)
+        except (OSError, HibernodeError) as error:
+            log.error("%s: what was begun cannot be ended now: %s", work.request.id, error)  # noqa: TRY400
 
     async def _checked(self, work: _Work) -> tuple[Artifact, Criu, Target | None, Thaw]:
         """Verify the artifact and compare it with what shall take it; nothing is touched."""

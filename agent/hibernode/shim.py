@@ -123,9 +123,10 @@ class Shim:
         if self.root is None:
             self.end_children()
             self.remove_marker()
-            self.save(
-                phase="failed", returncode=code, timed_out=timed_out, error=failure, criu_seconds=seconds
-            )
+            with contextlib.suppress(OSError):  # on a full disk it is told at least
+                self.save(
+                    phase="failed", returncode=code, timed_out=timed_out, error=failure, criu_seconds=seconds
+                )
             self.answer()
             return 1
         self.worker = {"pid": self.root, "start_ticks": start_ticks(self.root)}

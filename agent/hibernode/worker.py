@@ -135,8 +135,9 @@ def settle_from_note(journal: dict[str, Any]) -> bool:
 def end_since(pids: Iterable[int], began: float, spared: Callable[[], Collection[int]] = tuple) -> list[int]:
     """End those of the processes ``pids`` that started after ``began``, in seconds since 1970; returns them.
 
-    Each is held by its pidfd before its start is looked at, so that no later process with its number is
-    meant. ``spared`` is asked for pids to leave alone when all of them are held.
+    What they have started since goes with them. Each is held by its pidfd before its start is looked at, so
+    that no later process with its number is meant. ``spared`` is asked for pids to leave alone when all of
+    them are held.
     """
     with contextlib.ExitStack() as held:
         young: list[Process] = []
@@ -146,25 +147,21 @@ def end_since(pids: Iterable[int], began: float, spared: Callable[[], Collection
                 if procfs.start_time(process.key.start_ticks) >= began - procfs.CLOCK_SLACK_SECONDS:
                     young.append(process)
         others = spared() if young else ()
-        ended: list[int] = []
-        for process in young:
-            if process.pid not in others:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGKILL)
-                    ended.append(process.pid)
         deadline = time.monotonic() + GONE_SECONDS
-        while any(process.alive() for process in young if process.pid in ended):
-            if time.monotonic() > deadline:
-                log.error("killed and not gone within %g s: pids %s", GONE_SECONDS, ended)
-                break
-            time.sleep(0.005)
-    return ended
+        ended = [process.key for process in young if process.pid not in others]
+        for key in ended:
+            end_tree(key, deadline)
+    return [key.pid for key in ended]
 
 
-def end_tree(root: ProcessKey) -> None:
-    """Kill a process and all below it, the root last: without it nobody knows who was below."""
-    deadline = time.monotonic() + GONE_SECONDS
-    while time.monotonic() < deadline:
+def end_tree(root: ProcessKey, deadline: float | None = None) -> None:
+    """Kill a process and all below it, the root last: without it nobody knows who was below.
+
+    ``deadline``: in monotonic seconds; what is left by then is killed all the same, and not waited for.
+    """
+    deadline = time.monotonic() + GONE_SECONDS if deadline is None else deadline
+    while True:
+        late = time.monotonic() > deadline
         try:
             tree = procfs.tree(root.pid)
         except ProcessLookupError:
@@ -172,9 +169,11 @@ def end_tree(root: ProcessKey) -> None:
         living = [stat for stat in tree if stat.state not in "ZX"]
         if tree[0].key != root or not living:
             return
-        for stat in living[1:] or living:
+        for stat in living if late else living[1:] or living:
             with contextlib.suppress(ProcessLookupError), Process.open(stat.pid) as process:
                 if process.key == stat.key:
                     process.send_signal(signal.SIGKILL)
+        if late:
+            log.error("killed and not gone within %g s: the tree of pid %d", GONE_SECONDS, root.pid)
+            return
         time.sleep(0.005)
-    log.error("killed and not gone within %g s: the tree of pid %d", GONE_SECONDS, root.pid)

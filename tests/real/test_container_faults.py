@@ -535,6 +535,25 @@ def test_all_is_killed_in_the_middle_of_a_restore(
     thaws_after_all(place, frozen, waiting)
 
 
+def test_the_shim_alone_is_killed_when_all_is_restored(
+    place: Place, frozen: Frozen, artifact: Path, waiting: Box
+) -> None:
+    """The command ends the worker, brings the files back and takes the marker away, before it answers."""
+    assert artifact.is_dir()
+    node = place.node
+    fake = fake_restore(node, '"${criu[@]}" "$@"; touch "$work/whole"; exec sleep 600')
+    with untouched(node, waiting), asked(node, frozen, waiting, fake) as command:
+        until("worker", lambda: list(node.state.glob("restores/*/whole")))
+        (state,) = node.state.glob("restores/*/state.json")
+        os.kill((read_json(state) or {})["shim_pid"], signal.SIGKILL)
+        _, said = command.communicate(timeout=30)
+        assert command.returncode == 1
+        assert "the shim ended before CRIU had ended" in said
+        assert "the container is as it was" in said
+        assert not children(waiting.pid)
+    thaws_after_all(place, frozen, waiting)
+
+
 # a dump that breaks ---------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hibernode.artifact.manifest import CudaFacts, CudaProcessFacts, GpuFacts, manifest_bytes, parse_manifest
+from hibernode.criu.runner import find_criu
 from hibernode.gpu.cuda import Tool, cuda_processes, quiesce
 from hibernode.settings import GpuSettings
 from tests.gpu.cuda_kit import VERSION, CudaTool
@@ -147,9 +148,26 @@ def test_a_shim_that_is_killed_while_the_tree_is_woken_leaves_no_tree(frozen: Fr
     os.kill((read_json(state) or {})["shim_pid"], signal.SIGKILL)
     said = command.communicate(timeout=60)[1].decode()
     assert command.returncode != 0
-    assert "the shim ended while the GPU state" in said
+    assert "the shim ended before the GPU state" in said
     node.pids_free(frozen.id)
     frozen.tool.control()
+    frozen.restore()
+    assert [frozen.tool.ask(pid) for pid in frozen.pids] == ["running"] * 5
+
+
+def test_a_shim_that_is_killed_when_criu_has_ended_leaves_no_tree(frozen: Frozen) -> None:
+    """Nobody knew of the tree by then, and no call had been made; then it can be made again."""
+    node, criu, once = frozen.node, " ".join(find_criu("").argv), frozen.node.base / "once"
+    wrapper = node.base / "criu"
+    wrapper.write_text(
+        f'#!/bin/bash\n{criu} "$@"\ncode=$?\n'
+        f'if [ "$1" = restore ] && [ ! -e {once} ]; then touch {once}; kill -9 $PPID; fi\nexit $code\n'
+    )
+    wrapper.chmod(0o755)
+    said = frozen.refused(CRIU_BINARY=str(wrapper))
+    assert "the shim ended before CRIU had ended, or before it could say so" in said
+    assert once.exists()
+    assert frozen.tool.calls() == []
     frozen.restore()
     assert [frozen.tool.ask(pid) for pid in frozen.pids] == ["running"] * 5
 

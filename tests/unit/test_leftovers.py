@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from hibernode.container.leftovers import MARKER, remove_marker
+from hibernode.container.leftovers import MARKER, files_of, remove_marker
+from hibernode.host import procfs
+from tests.unit.box_kit import box
 
 LATER = 3600.0
 
@@ -25,8 +28,22 @@ def test_the_marker_of_a_killed_shim_is_removed(tmp_path: Path) -> None:
     began = time.time()
     for name in ("run", "var"):
         (tmp_path / name / "restored").write_bytes(MARKER)
-        remove_marker(os.getpid(), marker(tmp_path / name / "restored"), began)
+        remove(marker(tmp_path / name / "restored"), began)
         assert list((tmp_path / "run").iterdir()) == []
+
+
+def remove(noted: object, began: float) -> None:
+    """Remove it as we see files ourselves."""
+    with files_of(os.getpid()) as root:
+        remove_marker(root, noted, began)
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_marker_of_which_only_a_part_was_written_is_removed(tmp_path: Path, size: int) -> None:
+    """A worker that starts cold looks only whether there is one."""
+    (tmp_path / "restored").write_bytes(MARKER[:size])
+    remove(marker(tmp_path / "restored"), time.time())
+    assert list(tmp_path.iterdir()) == []
 
 
 def older(path: Path) -> None:
@@ -66,7 +83,7 @@ def test_what_is_no_marker_of_this_restore_stays(tmp_path: Path, make: object) -
     assert callable(make)
     make(tmp_path / "restored")
     before = sorted(path.name for path in tmp_path.iterdir())
-    remove_marker(os.getpid(), marker(tmp_path / "restored"), time.time() + LATER * (make is older))
+    remove(marker(tmp_path / "restored"), time.time() + LATER * (make is older))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -86,4 +103,16 @@ def test_what_is_no_marker_of_this_restore_stays(tmp_path: Path, make: object) -
 )
 def test_a_damaged_note_removes_nothing(noted: object) -> None:
     """The note is read from disk, and may say anything."""
-    remove_marker(os.getpid(), noted, 0.0)
+    remove(noted, 0.0)
+
+
+def test_a_marker_on_a_volume_is_reached_when_the_container_has_ended(tmp_path: Path) -> None:
+    """A placeholder ends as soon as its worker is ended; the volume is the next container's too."""
+    script = f"mount -t tmpfs volume data; printf '{MARKER.decode().strip()}\\n' >data/restored"
+    with box(tmp_path, script) as pid, files_of(pid) as root:
+        os.kill(pid, signal.SIGKILL)
+        while procfs.read_stat(pid).state not in "ZX":
+            time.sleep(0.001)
+        assert os.stat("data/restored", dir_fd=root).st_size == len(MARKER)
+        remove_marker(root, marker("/data/restored"), 0.0)
+        assert os.listdir(os.open("data", os.O_RDONLY, dir_fd=root)) == []

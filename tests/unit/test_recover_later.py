@@ -161,10 +161,10 @@ def test_damaged_pids_end_nothing(node: Node, pids: object) -> None:
 # what a dead restore has left beside its worker -----------------------------------------------------------
 
 
-def marked(path: Path) -> dict[str, Any]:
-    """Write a marker, and what the shim was told of it."""
+def marked(path: Path, *, inside: str = "") -> dict[str, Any]:
+    """Write a marker, and what the shim was told of it; ``inside``: as its container sees it."""
     path.write_bytes(MARKER)
-    return {"marker": {"path": str(path), "uid": os.getuid(), "gid": 0, "groups": []}}
+    return {"marker": {"path": inside or str(path), "uid": os.getuid(), "gid": 0, "groups": []}}
 
 
 def test_the_marker_of_a_dead_restore_is_removed(node: Node, tmp_path: Path) -> None:
@@ -172,6 +172,38 @@ def test_the_marker_of_a_dead_restore_is_removed(node: Node, tmp_path: Path) -> 
     leave(node, Step.RESTORE, spec=marked(tmp_path / "restored"))
     assert len(node.recover()) == 1
     assert not (tmp_path / "restored").exists()
+
+
+@pytest.mark.parametrize(("state", "ends"), [({"phase": "criu"}, True), ({"phase": "failed"}, False)])
+def test_who_restores_ends_what_the_killed_shim_has_left_in_the_container(
+    filled: Filled, state: dict[str, Any], ends: bool
+) -> None:
+    """With the marker; one that lived to say that it has failed has done so itself."""
+    root = Path(f"/proc/{filled.pid}/root")
+    write(filled.old / "spec.json", marked(root / "restored", inside="/restored"))
+    write(filled.old / "state.json", state)
+    recover.end_left(filled.node.state, filled.old.name)
+    assert (root / "restored").exists() is not ends
+    assert filled.lives() is not ends
+
+
+def test_who_restores_touches_nothing_in_a_container_that_did_not_wait(filled: Filled) -> None:
+    """What runs there now is the cold start, and none of the restore's."""
+    journal = {"step": "restore", "target": {**filled.target, "comm": "hibernode-ph"}}
+    write(filled.old / JOURNAL, {**journal, "applied": filled.applied})
+    write(filled.old / "state.json", {"phase": "criu"})
+    recover.end_left(filled.node.state, filled.old.name)
+    assert filled.lives()
+
+
+@pytest.mark.parametrize("state", ["failed", "running"])
+def test_pids_of_a_restore_that_has_ended_its_tree_itself_are_not_ended(node: Node, state: str) -> None:
+    """Who has one of the numbers now is another process; or it is the worker, and runs."""
+    noted = running(node.worker.pid) if state == "running" else {"phase": "failed"}
+    path = leave(node, Step.RESTORE, pids=[node.worker.pid], state=noted)
+    recover.end_left(node.state, path.name)
+    assert len(node.recover()) == 1
+    assert node.worker.poll() is None
 
 
 def test_the_marker_that_a_later_restore_has_taken_stays(node: Node, tmp_path: Path) -> None:

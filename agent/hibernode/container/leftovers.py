@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -38,22 +39,40 @@ def remove_put_roots(pid: int) -> None:
                     os.rmdir(name, dir_fd=root)
 
 
-def remove_marker(pid: int, marker: Any, began: float) -> None:
-    """Remove the restore marker that a shim which was killed has left, as ``pid`` sees files.
+@contextlib.contextmanager
+def files_of(pid: int) -> Iterator[int]:
+    """Hold the root directory of ``pid`` with all that is mounted there, though the process may end.
+
+    With its last process a mount namespace goes, and with it the way to a volume.
+
+    :raises OSError: it is gone.
+    """
+    namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        root = inroot.open_root(pid)
+        try:
+            yield root
+        finally:
+            os.close(root)
+    finally:
+        os.close(namespace)
+
+
+def remove_marker(root: int, marker: Any, began: float) -> None:
+    """Remove the restore marker that a shim which was killed has left below the directory ``root``.
 
     ``marker`` is that of the shim's ``spec.json``. What was there before ``began``, in seconds since 1970, or
-    is not as the shim writes it, is not ours.
+    is not as the shim writes it, is not ours; a shim that is killed may have written a part.
     """
     if not isinstance(marker, dict):
         return
     path = PurePosixPath(str(marker.get("path", "")))
-    with (
-        contextlib.suppress(OSError, ValueError, HibernodeError),
-        inroot.opened(pid, str(path.parent), DIRECTORY) as fd,
-    ):
+    with contextlib.suppress(OSError, ValueError, HibernodeError), contextlib.ExitStack() as held:
+        fd = inroot.open_below(root, str(path.parent), DIRECTORY)
+        held.callback(os.close, fd)
         directory = Dir(fd, Path(path.parent))
         found = directory.read(path.name, len(MARKER))
-        ours = found.data == MARKER and found.stat.st_uid == marker.get("uid")
+        ours = MARKER.startswith(found.data) and found.stat.st_uid == marker.get("uid")
         if ours and found.stat.st_ctime >= began - CLOCK_SLACK_SECONDS:
             directory.unlink(path.name)
-            log.debug("pid %d: the restore marker %s is removed", pid, path)
+            log.debug("the restore marker %s is removed", path)

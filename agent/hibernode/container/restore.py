@@ -175,22 +175,32 @@ def undo_noted(journal: dict[str, Any], directory: Dir, *, tell: bool = True) ->
         if not isinstance(journal.get("applied"), list):
             # No gate had let it pass: what runs there may be none of ours.
             said, problems = "its container was not touched", []
-        elif note.get("comm") not in (None, procfs.read_stat(process.pid).comm):
+        elif not waits(process, note):
             said = "its container did not wait and runs something else, with the worker's files"
             return said, [said]
         else:
-            problems = _undo_noted(process, journal, directory)
+            end_left(process, journal, directory)
+            problems = undo_files(process, directory, noted(journal))
             said = "; ".join(problems) or "its container is as it was"
         if tell:
             say_failed(process)
     return said, problems
 
 
-def _undo_noted(process: Process, journal: dict[str, Any], directory: Dir) -> list[str]:
+def waits(process: Process, note: dict[str, Any]) -> bool:
+    """Whether a container's init is still the program that it was: of another one nothing is ours."""
+    return note.get("comm") in (None, procfs.read_stat(process.pid).comm)
+
+
+def end_left(process: Process, journal: dict[str, Any], directory: Dir) -> None:
+    """End the tree that a shim which was killed has left in a container, and take its marker away.
+
+    ``process`` is the container's init, which may end with the tree. Only where nobody has restored since.
+    """
     began = noted_time(journal.get("started_at"))
-    with contextlib.suppress(ProcessLookupError):
+    marker = (read_json(directory, "spec.json") or {}).get("marker")
+    with contextlib.suppress(OSError), leftovers.files_of(process.pid) as root:
         # Only a container without other processes is restored into: what is younger is of the restore.
         below = [stat.pid for stat in procfs.tree(process.pid) if stat.pid != process.pid]
         end_since(below, began)
-    leftovers.remove_marker(process.pid, (read_json(directory, "spec.json") or {}).get("marker"), began)
-    return undo_files(process, directory, noted(journal))
+        leftovers.remove_marker(root, marker, began)
