@@ -184,7 +184,7 @@ class Checkpointer:
     async def _run_steps(self, work: Work) -> None:
         deadline = self.settings.checkpoint.deadline_seconds
         try:
-            async with asyncio.timeout(deadline), work.absent:
+            async with asyncio.timeout(deadline) as limit, work.absent:
                 for step in self._steps:
                     if step is Step.ROOTFS and work.dump is not None:
                         continue  # it was a part of the dump
@@ -193,6 +193,8 @@ class Checkpointer:
                     with work.journal.timed(step.value):
                         await self._steps[step](work)
         except TimeoutError:
+            if not limit.expired():
+                raise  # a store that is on a network has timed out
             raise DeadlineError(
                 f"the checkpoint did not end within {deadline:g} s; it was in the step {work.journal.step}",
                 remedy="raise checkpoint.deadline_seconds, or look at the log for what it waited for",

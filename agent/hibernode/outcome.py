@@ -6,7 +6,7 @@ import errno
 from typing import Final
 
 from hibernode.criu import diagnose
-from hibernode.errors import CriuError, HibernodeError, RefusedError, StorageError
+from hibernode.errors import CriuError, DeadlineError, HibernodeError, RefusedError, StorageError
 
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -17,6 +17,11 @@ def as_ours(error: BaseException) -> HibernodeError:
         return error
     if isinstance(error, ProcessLookupError):
         return worker_gone(f"the worker has ended: {error}")
+    if isinstance(error, TimeoutError) and error.errno is None:  # an OSError, but no file's or disk's
+        return DeadlineError(
+            f"something took longer than it may{f': {error}' if str(error) else ''}",
+            remedy="the machine or what is asked is slow or hangs; the log may say which",
+        )
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in NO_SPACE

@@ -169,9 +169,11 @@ class Restorer:
         self._check_attempts(request)
         deadline = self.settings.restore.deadline_seconds
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(deadline) as limit:
                 artifact, criu, target, thaw = await self._checked(work)
         except TimeoutError:
+            if not limit.expired():
+                raise  # a store that is on a network has timed out
             raise DeadlineError(
                 f"the checks before the restore did not end within {deadline:g} s; it was in the step "
                 f"{journal.step}",

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from hibernode.errors import HibernodeError, RefusedError, StorageError
+from hibernode.errors import DeadlineError, HibernodeError, RefusedError, StorageError
 from hibernode.outcome import as_ours, criu_failed
 
 
@@ -42,6 +42,13 @@ def test_our_own_error_stays_as_it_is() -> None:
         ),
         pytest.param(OSError("odd"), "StorageFailed", "odd", False, id="an OSError without a number"),
         pytest.param(
+            TimeoutError(errno.ETIMEDOUT, "Connection timed out", "/nfs/store"),
+            "StorageFailed",
+            "/nfs/store: Connection timed out",
+            False,
+            id="a store on a network that is away",
+        ),
+        pytest.param(
             FileNotFoundError(errno.ENOENT, "No such file or directory", "/gone"),
             "StorageFailed",
             "/gone: No such file or directory",
@@ -58,6 +65,14 @@ def test_an_os_error_is_a_storage_failure(
     assert isinstance(ours, StorageError)
     assert (ours.reason, ours.message, ours.exit_code) == (reason, message, 5)
     assert bool(ours.remedy) == has_remedy
+
+
+def test_a_deadline_without_a_sentence_of_its_own_is_no_storage_failure() -> None:
+    """Python counts TimeoutError among the errors of the system; asyncio's has no number."""
+    ours = as_ours(TimeoutError())
+    assert isinstance(ours, DeadlineError)
+    assert (ours.reason, ours.exit_code) == ("DeadlineExceeded", 1)
+    assert ours.remedy
 
 
 @pytest.mark.parametrize(

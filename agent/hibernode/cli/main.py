@@ -167,7 +167,7 @@ def _sentence(error: HibernodeError | OSError) -> tuple[str, str, int]:
     if isinstance(error, HibernodeError):
         return error.message, error.remedy, error.exit_code
     named = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
-    what = ": ".join(filter(None, (named, error.strerror or str(error))))
+    what = ": ".join(filter(None, (named, error.strerror or str(error) or type(error).__name__)))
     remedy = "hibernode needs root for this" if isinstance(error, PermissionError) else "--debug shows where"
     return what, remedy, 5
 
