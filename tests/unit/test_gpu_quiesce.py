@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from hibernode.artifact.manifest import CudaFacts
 from hibernode.errors import HibernodeError
 from hibernode.gpu import cuda, quiesce
 from hibernode.gpu.cuda import CudaProcess
+from hibernode.host.safefs import Dir
+from hibernode.journal import Journal
 from hibernode.settings import GpuSettings
-from tests.gpu.fixtures import library, stub
+from tests.gpu.cuda_kit import VERSION, CudaTool
+from tests.gpu.fixtures import built, library, stub
 from tests.gpu.kit import GIB, Stub, uuid
 
-__all__ = ["library", "stub"]  # fixtures
+__all__ = ["built", "library", "stub"]  # fixtures
 pytestmark = pytest.mark.gpu
 
 ONE, TWO = CudaProcess(101, 7, "one", 5), CudaProcess(102, 8, "two", 6)
@@ -51,6 +56,26 @@ def test_who_keeps_a_device_open_or_comes_late_is_named() -> None:
     with pytest.raises(HibernodeError, match=r"pid 102 \(two\)") as caught:
         quiesce._see_free([ONE], [ONE, TWO])
     assert caught.value.reason == "CudaTreeChanged"
+
+
+async def test_after_criu_s_plugin_only_who_is_not_awake_is_woken(tmp_path: Path, built: Path) -> None:
+    """CRIU does not say whether its plugin could; a look costs one call, and nobody is woken twice."""
+    tool = CudaTool(tmp_path / "tool", built)
+    with tool.tree(2, 1) as root, Dir.open(tmp_path) as directory:
+        processes, found = cuda.cuda_processes(root), cuda.Tool(str(tool.path), VERSION)
+        facts = CudaFacts(strategy="criu-plugin", processes=())
+        for asleep in ([], [processes[1].pid]):
+            for pid in asleep:
+                for action in ("lock", "checkpoint"):
+                    subprocess.run([tool.path, "--action", action, "--pid", str(pid)], check=True)
+            tool.control()
+            quiesced = quiesce.Quiesced(found, GpuSettings(), facts, processes)
+            await quiesced.wake(Journal(directory, "checkpoint", {}))
+            looks = [f"get-state {each.pid}" for each in processes]
+            assert sorted(tool.calls()[:4]) == sorted([*looks, f"get-restore-tid {processes[2].pid}"])
+            calls = [f"{call} {pid}" for pid in asleep for call in ("restore", "unlock", "get-state")]
+            assert tool.calls()[4:] == calls
+            assert tool.states(root)[:2] == ["running", "running"]
 
 
 @pytest.mark.parametrize(

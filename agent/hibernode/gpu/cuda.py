@@ -223,18 +223,24 @@ async def wake(
     *,
     device_map: str = "",
     unsure: bool = False,
+    by_plugin: bool = False,
 ) -> dict[str, float]:
     """Restore all the processes, then unlock all, then look once at the state of each.
 
     One that fails does not keep the others from it, and one that runs at the end is well whatever its calls
     said: so this is also what undoes a dump that stopped anywhere. ``device_map``: ``old=new,...`` by UUID,
     with every GPU that was checkpointed. ``unsure``: some may be no CUDA processes, which the tool does not
-    know; they are left out. Gives the seconds by call.
+    know; they are left out. ``by_plugin``: CRIU's plugin has woken them, and CRIU does not say whether it
+    could; so their states come first, and only who does not run is called. Gives the seconds by call.
 
     :raises CudaError: some are not ``running`` at the end, reason ``CudaNotWoken``; pids, states and what the
         tool said are named.
     """
     calls = _Calls(tool, settings, device_map)
+    if by_plugin:
+        asleep = [each for each in await calls.all("get-state", processes) if each.text != "running"]
+        unknown = await _unknown(calls, [each.process for each in asleep if each.failed and not each.late])
+        processes = [each.process for each in asleep if each.process not in unknown]
     await _bring_back(calls, processes, processes, unsure=unsure)
     return calls.seconds
 

@@ -60,10 +60,13 @@ class Quiesced:
     async def wake(self, journal: Journal) -> None:
         """Bring the processes that live back onto the GPU, until it has worked once.
 
+        CRIU's plugin does that itself at the end of a dump that leaves them running, and of one that fails.
+
         :raises CudaError: some could not be brought back.
         """
         if not self.awake:
-            await cuda.wake(self.tool, cuda.alive(self.processes), self.settings)
+            by_plugin = self.facts.strategy == "criu-plugin"
+            await cuda.wake(self.tool, cuda.alive(self.processes), self.settings, by_plugin=by_plugin)
             self.awake = True
             journal.note(**{NOTE: None})
             journal.dir.unlink(OWED, missing_ok=True)
