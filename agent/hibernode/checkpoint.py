@@ -44,7 +44,7 @@ from hibernode.errors import (
     RefusedError,
     StorageError,
 )
-from hibernode.gpu.preflight import gpu_findings
+from hibernode.gpu.preflight import look_at
 from hibernode.gpu.quiesce import quiesce
 from hibernode.host import netlock
 from hibernode.journal import JOURNAL, Journal, Step, read_journal
@@ -213,8 +213,9 @@ class Checkpointer:
         work.preflight = await look(
             work, partial(preflight, work.request.process, self.settings, work.criu, self.store.path)
         )
-        on_gpu, _ = await gpu_findings(work.preflight.facts, self.settings)
-        refuse([*work.preflight.findings, *on_gpu])
+        on_gpu = await look_at(work.preflight.facts, self.settings)
+        refuse([*work.preflight.findings, *on_gpu.findings])
+        work.on_gpu = on_gpu.seen
         work.journal.note(tcp=work.preflight.tcp)
         if work.container is not None:
             work.dump = await look(
@@ -231,7 +232,7 @@ class Checkpointer:
         await work.absent.enter_async_context(self._absent(work.request.process.pid))
         pid = work.request.process.pid
         await look(work, partial(check_cut, pid, work.preflight.door))
-        work.gpu = await quiesce(pid, self.settings.gpu, partial(look, work), work.journal)
+        work.gpu = await quiesce(pid, self.settings.gpu, partial(look, work), work.journal, work.on_gpu)
 
     async def _dump(self, work: Work) -> None:
         assert work.criu is not None

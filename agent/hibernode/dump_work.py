@@ -22,7 +22,7 @@ from hibernode.criu.runner import Criu
 from hibernode.discovery.container_look import owner_of
 from hibernode.discovery.containers import Container
 from hibernode.errors import HibernodeError
-from hibernode.gpu.quiesce import Quiesced
+from hibernode.gpu.quiesce import NOTHING, Quiesced, Seen
 from hibernode.host import netlock
 from hibernode.journal import Journal, Step
 from hibernode.preflight import Preflight
@@ -51,6 +51,7 @@ class Work:
     argv: tuple[str, ...] = ()
     seen: seal.Description | None = None
     links: tuple[LinkFacts, ...] = ()
+    on_gpu: Seen = NOTHING
     gpu: Quiesced | None = None
     note: str = ""
     manifest: Manifest | None = None

@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+from hibernode.gpu.cuda import cuda_processes
 from hibernode.gpu.metrics import metrics
 from hibernode.gpu.owners import Owners
+from hibernode.gpu.quiesce import Seen
 from hibernode.gpu.quiesce import quiesce as take_off
-from hibernode.gpu.service import GpuService
+from hibernode.gpu.service import GpuService, look_once
 from hibernode.host.safefs import Dir
 from hibernode.journal import Journal
 from hibernode.metrics import Metrics
@@ -92,10 +94,11 @@ def quiesce(report: Report, base: Path, rounds: int) -> None:
 
 async def _quiesce(report: Report, settings: GpuSettings, directory: Dir, root: int, rounds: int) -> None:
     journal = Journal(directory, "checkpoint", {})
+    seen = Seen(cuda_processes(root), await look_once(settings))  # which is preflight's work
     off, back = [], []
     for _ in range(rounds):
         began = time.monotonic()
-        held = await take_off(root, settings, asyncio.to_thread, journal)
+        held = await take_off(root, settings, asyncio.to_thread, journal, seen)
         off.append(time.monotonic() - began - 2 * TOOL_SECONDS)
         assert held is not None
         began = time.monotonic()

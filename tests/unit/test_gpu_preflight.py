@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hibernode.gpu.cuda import CudaProcess
-from hibernode.gpu.preflight import NCCL, OnGpu, doctor_finding, findings, gpu_findings
+from hibernode.gpu.cuda import CudaProcess, cuda_processes
+from hibernode.gpu.preflight import NCCL, GpuLook, OnGpu, _processes, doctor_finding, findings, look_at
 from hibernode.gpu.state import GpuProcess, NvmlState, Snapshot
 from hibernode.host import procfs
-from hibernode.preflight import Facts
+from hibernode.host.procfs import Process
+from hibernode.preflight import Facts, gather
 from hibernode.preflight.facts import StoreFacts, Task
 from hibernode.settings import GpuSettings, Settings
 from hibernode.workload import Finding, Verdict
+from tests.gpu.cuda_kit import CudaTool
+from tests.gpu.fixtures import built
+
+__all__ = ["built"]  # a fixture
 
 GIB = 1 << 30
 WELL = OnGpu(
@@ -87,7 +93,15 @@ def test_one_process_needs_no_nccl() -> None:
 
 def test_a_tree_without_cuda_has_no_rows() -> None:
     """And NVML is not asked."""
-    assert asyncio.run(gpu_findings(facts(os.getpid()), Settings())) == ([], 0)
+    assert asyncio.run(look_at(facts(os.getpid()), Settings())) == GpuLook()
+
+
+def test_what_preflight_has_read_tells_who_uses_cuda(tmp_path: Path, built: Path) -> None:
+    """Those that a look of its own would find, one that only has the library among them."""
+    with CudaTool(tmp_path / "tool", built).tree(2, 1) as root, Process.open(root) as process:
+        seen = gather(process, Settings(), None, tmp_path)
+        assert tuple(_processes(seen)) == cuda_processes(root)
+        assert len(cuda_processes(root)) == 3
 
 
 def test_a_node_without_a_driver_has_no_row_of_the_tool() -> None:

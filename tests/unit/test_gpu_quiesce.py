@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
+import threading
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from hibernode.artifact.manifest import CudaFacts
 from hibernode.errors import HibernodeError
 from hibernode.gpu import cuda, quiesce
 from hibernode.gpu.cuda import CudaProcess
+from hibernode.gpu.quiesce import Seen
+from hibernode.gpu.service import look_once
+from hibernode.gpu.state import NvmlState
 from hibernode.host.safefs import Dir
 from hibernode.journal import Journal
 from hibernode.settings import GpuSettings
 from tests.gpu.cuda_kit import VERSION, CudaTool
-from tests.gpu.fixtures import built, library, stub
+from tests.gpu.fixtures import built, library, stub, until
 from tests.gpu.kit import GIB, Stub, uuid
 
 __all__ = ["built", "library", "stub"]  # fixtures
@@ -26,16 +32,15 @@ ONE, TWO = CudaProcess(101, 7, "one", 5), CudaProcess(102, 8, "two", 6)
 
 
 async def test_the_manifest_gets_the_gpus_that_the_tree_uses_and_what_it_has_there(stub: Stub) -> None:
-    """A GPU of others is not in it; a process on two GPUs has the sum."""
+    """A GPU of others is not in it; a process on two GPUs has the sum, one on none has nothing."""
     for index in range(3):
         stub.add_gpu(index)
     stub.add_process(0, 999)
     stub.add_process(1, ONE.pid, 2 * GIB)
     stub.add_process(2, ONE.pid, GIB)
-    driver, gpus, used = await quiesce._gpus(GpuSettings(deadline_seconds=30), [ONE, TWO])
-    assert driver == "570.86.10"
-    assert [(gpu.uuid, gpu.memory_bytes) for gpu in gpus] == [(uuid(1), 80 * GIB), (uuid(2), 80 * GIB)]
-    assert used == {ONE.pid: 3 * GIB}
+    seen = Seen((ONE, TWO), await look_once(GpuSettings(deadline_seconds=30)))
+    assert [(gpu.uuid, gpu.memory_bytes) for gpu in seen.gpus()] == [(uuid(1), 80 * GIB), (uuid(2), 80 * GIB)]
+    assert seen.used() == {ONE.pid: 3 * GIB, TWO.pid: 0}
 
 
 @pytest.mark.parametrize("settings", [GpuSettings(deadline_seconds=0.1), GpuSettings(enabled=False)])
@@ -43,7 +48,55 @@ async def test_a_silent_nvml_is_no_reason_to_fail(stub: Stub, settings: GpuSetti
     """The facts are empty then."""
     stub.add_gpu(0)
     with stub.saying("hang DeviceGetCount_v2 -1", "hang DeviceGetCount -1", "hang Init -1"):
-        assert await quiesce._gpus(settings, [ONE]) == ("", (), {})
+        seen = Seen((ONE,), await look_once(settings))
+    assert (seen.gpus(), seen.used()) == ((), {ONE.pid: 0})
+
+
+def is_down() -> bool:
+    """Whether NVML was stopped as often as it was started."""
+    try:
+        pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError_Uninitialized:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("hangs", ["", "InitWithFlags", "DeviceGetCount", "DeviceGetName"])
+async def test_a_look_stops_what_it_has_started(stub: Stub, hangs: str) -> None:
+    """NVML counts its starts: else the agent's own could not start it anew for a GPU that is back."""
+    stub.add_gpu(0)
+    if hangs:
+        with stub.saying(f"hang {hangs} -1"):
+            found = await look_once(GpuSettings(deadline_seconds=0.05))
+            assert found.state is NvmlState.STUCK or not any(gpu.state == "ok" for gpu in found.gpus)
+    else:
+        assert len((await look_once(GpuSettings(deadline_seconds=30))).gpus) == 1
+    await until(lambda: not any(thread.name == "hibernode-gpu" for thread in threading.enumerate()))
+    assert is_down()
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["as preflight saw it", "with one process more"])
+async def test_the_driver_is_asked_again_only_of_who_came_later(
+    tmp_path: Path, built: Path, stub: Stub, later: bool
+) -> None:
+    """What preflight was told goes into the manifest; a process that it has not seen may use another GPU."""
+    tool = CudaTool(tmp_path / "tool", built)
+    settings = GpuSettings(cuda_checkpoint=str(tool.path), deadline_seconds=30)
+    with tool.tree(2) as root, Dir.open(tmp_path) as directory:
+        processes = cuda.cuda_processes(root)
+        for index, process in enumerate(processes):
+            stub.add_gpu(index)
+            stub.add_process(index, process.pid, GIB)
+        seen = Seen(processes[: 1 if later else 2], await look_once(settings))
+        stub.lines.clear()
+        stub.add_gpu(7)
+        stub.add_process(7, processes[0].pid, 2 * GIB)
+        journal = Journal(directory, "checkpoint", {})
+        quiesced = await quiesce.quiesce(root, settings, asyncio.to_thread, journal, seen)
+        assert quiesced is not None
+        await quiesced.wake(journal)
+    assert [gpu.uuid for gpu in quiesced.facts.gpus] == ([uuid(7)] if later else [uuid(0), uuid(1)])
+    assert [each.gpu_bytes for each in quiesced.facts.processes] == ([2 * GIB, 0] if later else [GIB, GIB])
 
 
 def test_who_keeps_a_device_open_or_comes_late_is_named() -> None:

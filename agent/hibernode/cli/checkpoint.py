@@ -130,13 +130,13 @@ def _dry_run(settings: Settings, process: Process, output: str) -> None:
     from hibernode.criu.runner import find_criu
     from hibernode.discovery.containers import container_of
     from hibernode.dump_work import dump_options
-    from hibernode.gpu.preflight import gpu_findings
+    from hibernode.gpu.preflight import look_at
     from hibernode.preflight import preflight
 
     criu = find_criu(settings.criu.binary)
     checked = preflight(process, settings, criu, settings.store.path)
-    on_gpu, gpu_bytes = run_async(lambda: gpu_findings(checked.facts, settings))
-    findings, estimate = [*checked.findings, *on_gpu], checked.estimate_bytes + gpu_bytes
+    on_gpu = run_async(lambda: look_at(checked.facts, settings))
+    findings, estimate = [*checked.findings, *on_gpu.findings], checked.estimate_bytes + on_gpu.gpu_bytes
     chosen = dump_options(settings, checked)
     container = container_of(process.pid)
     if container is not None and not failed(findings):

@@ -22,8 +22,7 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     from hibernode.cri_checks import cri_findings
     from hibernode.criu.runner import Criu, find_criu
     from hibernode.gpu.checks import findings as gpu_findings
-    from hibernode.gpu.preflight import doctor_finding
-    from hibernode.gpu.preflight import gpu_findings as cuda_findings
+    from hibernode.gpu.preflight import doctor_finding, look_at
     from hibernode.gpu.service import look_once
     from hibernode.host.cgroups import see_whole
     from hibernode.preflight import host_findings, preflight
@@ -46,7 +45,8 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     if pid is not None:
         with open_process(pid) as process:
             checked = preflight(process, settings, criu, settings.store.path)
-            findings += [*checked.findings, *run_async(lambda: cuda_findings(checked.facts, settings))[0]]
+            on_gpu = run_async(lambda: look_at(checked.facts, settings, snapshot))
+            findings += [*checked.findings, *on_gpu.findings]
     counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
     summary = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
     emit(

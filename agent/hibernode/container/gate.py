@@ -7,6 +7,7 @@ from typing import Final
 from hibernode.artifact.manifest import ContainerFacts, Manifest, ProcessFacts, RightsFacts
 from hibernode.compat import row
 from hibernode.container.target import Target, lower_layers
+from hibernode.host import nvidia
 from hibernode.preflight.rows import listed
 from hibernode.workload import Finding, Verdict
 
@@ -21,9 +22,6 @@ CAP_SETGID: Final = 1 << 6
 CAP_SETUID: Final = 1 << 7
 CAP_SYS_PTRACE: Final = 1 << 19
 """linux/capability.h."""
-
-DRIVER_DEVICES: Final = "/dev/nvidia"
-"""Which GPU is whose is decided by their UUIDs, not by the names of their devices."""
 
 
 def container_findings(manifest: Manifest, target: Target | None) -> list[Finding]:
@@ -303,7 +301,8 @@ def _connected(facts: ContainerFacts, target: Target) -> Finding:
 
 def _devices(facts: ContainerFacts, target: Target) -> Finding:
     missing = [path for path in facts.devices if path not in target.devices]
-    gpus = all(path.startswith(DRIVER_DEVICES) for path in missing)
+    # Which GPU is whose is decided by their UUIDs, not by the names of their devices.
+    gpus = all(path.startswith(nvidia.DEVICES) for path in missing)
     return row(
         "restore.devices",
         Verdict.OK if not missing else Verdict.WARN if gpus else Verdict.FAIL,

@@ -27,15 +27,13 @@ from typing import Final
 from hibernode.apart import uncut
 from hibernode.criu.find import ask, clean_env, signature, untrusted
 from hibernode.errors import HibernodeError, NotFoundError, RefusedError
-from hibernode.host import procfs
+from hibernode.host import nvidia, procfs
 from hibernode.host.procfs import Process
 from hibernode.settings import GpuSettings
 from hibernode.text import printable
 from hibernode.workload import ProcessKey
 
 NAME: Final = "cuda-checkpoint"
-LIBCUDA: Final = "libcuda.so"
-DEVICES: Final = "/dev/nvidia"
 
 KILL_SECONDS: Final = 5.0
 """A call that was killed and is not gone by then waits in the driver; it is left behind."""
@@ -136,15 +134,11 @@ def cuda_processes(root_pid: int) -> tuple[CudaProcess, ...]:
     found = []
     for stat in procfs.tree(root_pid):
         with suppress(ProcessLookupError):
-            devices = any(fd.target.startswith(DEVICES) for fd in procfs.fds(stat.pid))
-            if devices or any(_is_libcuda(mapping.path) for mapping in procfs.maps(stat.pid)):
+            devices = any(fd.target.startswith(nvidia.DEVICES) for fd in procfs.fds(stat.pid))
+            if devices or any(nvidia.is_libcuda(mapping.path) for mapping in procfs.maps(stat.pid)):
                 ns_pid = procfs.read_status(stat.pid).ns_pids[-1]
                 found.append(CudaProcess(stat.pid, ns_pid, stat.comm, stat.key.start_ticks, devices))
     return tuple(found)
-
-
-def _is_libcuda(path: str) -> bool:
-    return os.path.basename(path).startswith(LIBCUDA)  # noqa: PTH119 - a text, not always a path
 
 
 def alive(processes: Iterable[CudaProcess]) -> tuple[CudaProcess, ...]:

@@ -15,9 +15,8 @@ from typing import Final
 from hibernode.gpu.devicemap import GpuHere, Here
 from hibernode.gpu.owners import Owners, boot_ticks
 from hibernode.gpu.state import Gpu, NvmlState, Owner, Snapshot
-from hibernode.host import procfs
+from hibernode.host import nvidia, procfs
 
-NODES: Final = "/dev/nvidia"
 VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 
 
@@ -41,7 +40,7 @@ def of_container(snapshot: Snapshot, pid: int, devices: Collection[str]) -> Here
 
 def choose(snapshot: Snapshot, devices: Collection[str], owner: Owner, visible: str) -> Here:
     """Pick a container's GPUs out of the node's, see the module's text."""
-    there = [gpu for gpu in snapshot.gpus if f"{NODES}{gpu.minor}" in devices]
+    there = [gpu for gpu in snapshot.gpus if f"{nvidia.DEVICES}{gpu.minor}" in devices]
     given = {
         each.device
         for each in snapshot.allocations

@@ -88,6 +88,13 @@ def translated(what: str = "") -> Iterator[None]:
         raise NvmlError(f"{what}: no text", UNKNOWN) from error
 
 
+def _shut_down() -> None:
+    import pynvml  # noqa: PLC0415 - only where a GPU is asked for
+
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlShutdown()
+
+
 class Nvml:
     """The library, loaded or not. Calls may come from any thread; :meth:`stop` waits for them.
 
@@ -97,7 +104,7 @@ class Nvml:
     def __init__(self) -> None:
         self._idle = threading.Condition()
         self._users = 0
-        self._up = False
+        self._up = self._over = False
         self.generation = 0
 
     @property
@@ -120,6 +127,7 @@ class Nvml:
         with self._idle:
             self.generation += 1
             self._up = True
+        self._let_go()
 
     def stop(self, seconds: float) -> bool:
         """Let the library go, so that a start begins anew; False when a call of another thread hangs."""
@@ -130,11 +138,20 @@ class Nvml:
             if not self._idle.wait_for(lambda: not self._users, seconds):
                 self._up = True
                 return False
-        import pynvml  # noqa: PLC0415 - as above
-
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+        _shut_down()
         return True
+
+    def end(self) -> None:
+        """Let the library go for good: now, or when the last call or start that hangs has come back."""
+        self._over = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._idle:
+            if not self._over or not self._up or self._users:
+                return
+            self._up = False
+        _shut_down()
 
     @contextmanager
     def use(self) -> Iterator[Any]:
@@ -155,6 +172,7 @@ class Nvml:
             with self._idle:
                 self._users -= 1
                 self._idle.notify_all()
+            self._let_go()
 
     # the node -----------------------------------------------------------------------------------------
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 from hibernode.gpu.checks import QUIET
-from hibernode.gpu.cuda import CudaProcess, cuda_processes, find_tool
+from hibernode.gpu.cuda import CudaProcess, find_tool
 from hibernode.gpu.devicemap import version
 from hibernode.gpu.here import unknown
-from hibernode.gpu.quiesce import plugins
+from hibernode.gpu.quiesce import NOTHING, Seen, plugins
 from hibernode.gpu.service import look_once
 from hibernode.gpu.state import GpuProcess, Snapshot
-from hibernode.host import cgroups, procfs
+from hibernode.host import cgroups, nvidia, procfs
 from hibernode.preflight import Facts
 from hibernode.preflight.rows import row, size
 from hibernode.preflight.store_checks import SPARE_MEMORY_BYTES
@@ -69,34 +69,52 @@ class OnGpu:
         return sum(each.memory_bytes or 0 for each in self.held)
 
 
-async def gpu_findings(facts: Facts, settings: Settings) -> tuple[list[Finding], int]:
-    """Look at the tree's CUDA processes and at the driver; the rows, and the bytes that the image gets more.
+@dataclass(frozen=True, slots=True)
+class GpuLook:
+    """What was found before a dump: the rows, by how much the image grows; ``seen``: for the quiesce step."""
+
+    findings: tuple[Finding, ...] = ()
+    gpu_bytes: int = 0
+    seen: Seen = NOTHING
+
+
+async def look_at(facts: Facts, settings: Settings, snapshot: Snapshot | None = None) -> GpuLook:
+    """Look at the tree's CUDA processes and ask the driver, once, unless its answer is given.
 
     Nothing is asked, and there is no row, where no process uses CUDA.
-
-    :raises ProcessLookupError: the tree's root has ended.
     """
-    processes = await asyncio.to_thread(cuda_processes, facts.root.pid)
+    processes = tuple(_processes(facts))
     if not processes:
-        return [], 0
-    snapshot = await look_once(settings.gpu)
-    seen = await asyncio.to_thread(_look, processes, snapshot, settings.gpu)
-    return findings(seen, facts, settings), seen.gpu_bytes
+        return GpuLook()
+    seen = Seen(processes, snapshot or await look_once(settings.gpu))
+    uvm = {mapping.pid for mapping in facts.mapped if mapping.path == UVM}
+    found = await asyncio.to_thread(_look, seen, uvm, settings.gpu)
+    return GpuLook(tuple(findings(found, facts, settings)), found.gpu_bytes, seen)
 
 
-def _look(processes: Sequence[CudaProcess], snapshot: Snapshot, settings: GpuSettings) -> OnGpu:
+def _processes(facts: Facts) -> Iterator[CudaProcess]:
+    """Tell which :func:`hibernode.gpu.cuda.cuda_processes` would list, by what preflight has read already."""
+    for task in facts.tasks:
+        devices = any(fd.target.startswith(nvidia.DEVICES) for fd in task.fds)
+        if devices or task.libcuda:
+            key = task.stat.key
+            yield CudaProcess(key.pid, task.status.ns_pids[-1], task.stat.comm, key.start_ticks, devices)
+
+
+def _look(seen: Seen, uvm: Collection[int], settings: GpuSettings) -> OnGpu:
+    processes, snapshot = seen.processes, seen.snapshot
     pids = {each.pid for each in processes}
     held = tuple(each for gpu in snapshot.gpus for each in gpu.processes or () if each.pid in pids)
     tool, error = _tool(settings, devices=any(each.devices for each in processes))
     return OnGpu(
-        tuple(processes),
+        processes,
         held,
         snapshot.versions.driver or "",
         unknown(snapshot),
         _free_bytes(processes[0].pid),
         tool,
         error,
-        tuple(each.pid for each in processes if _maps_uvm(each.pid)),
+        tuple(each.pid for each in processes if each.pid in uvm),
         tuple(node for node in NODES if not os.path.exists(node)),  # noqa: PTH110 - of the agent's own /dev
         {each.pid: _nccl(each.pid) for each in processes},
     )
@@ -133,13 +151,6 @@ def _free_bytes(pid: int) -> int:
     except (RefusedError, OSError):
         return free
     return free if memory.limit is None else min(free, max(0, memory.limit - (memory.used or 0)))
-
-
-def _maps_uvm(pid: int) -> bool:
-    try:
-        return any(mapping.path == UVM for mapping in procfs.maps(pid))
-    except OSError:
-        return False
 
 
 def _nccl(pid: int) -> tuple[str, ...]:

@@ -23,13 +23,12 @@ from hibernode.artifact.layout import OWED
 from hibernode.artifact.manifest import CudaFacts, CudaProcessFacts, GpuFacts
 from hibernode.criu.find import clean_env, untrusted
 from hibernode.criu.options import NO_PLUGINS
-from hibernode.errors import DeadlineError, HibernodeError, NotFoundError, RefusedError
+from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 from hibernode.gpu import cuda
-from hibernode.gpu.calls import Calls
 from hibernode.gpu.cuda import CudaProcess, Tool
-from hibernode.gpu.nvml import Nvml, NvmlError
-from hibernode.gpu.state import Gpu
-from hibernode.host import procfs
+from hibernode.gpu.service import look_once
+from hibernode.gpu.state import NvmlState, Snapshot
+from hibernode.host import nvidia, procfs
 from hibernode.host.safefs import Dir
 from hibernode.journal import Journal
 from hibernode.settings import GpuSettings
@@ -95,8 +94,44 @@ class Quiesced:
         )
 
 
-async def quiesce(pid: int, settings: GpuSettings, look: Look, journal: Journal) -> Quiesced | None:
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What preflight has seen: the CUDA processes of the tree, and what NVML said of the GPUs then."""
+
+    processes: tuple[CudaProcess, ...]
+    snapshot: Snapshot
+
+    def gpus(self) -> tuple[GpuFacts, ...]:
+        """List the GPUs that the processes use; none where NVML does not tell.
+
+        These are facts for a restore to compare, not a condition of a dump.
+        """
+        pids = {each.pid for each in self.processes}
+        return tuple(
+            GpuFacts(uuid=gpu.uuid, model=gpu.name, memory_bytes=gpu.readings.memory_total_bytes or 0)
+            for gpu in self.snapshot.gpus
+            if any(each.pid in pids for each in gpu.processes or ())
+        )
+
+    def used(self) -> dict[int, int]:
+        """Tell how many bytes each process has on the GPUs, on two the sum, by pid."""
+        used = dict.fromkeys((each.pid for each in self.processes), 0)
+        for gpu in self.snapshot.gpus:
+            for each in gpu.processes or ():
+                if each.pid in used:
+                    used[each.pid] += each.memory_bytes or 0
+        return used
+
+
+NOTHING: Final = Seen((), Snapshot(NvmlState.OFF))
+
+
+async def quiesce(
+    pid: int, settings: GpuSettings, look: Look, journal: Journal, seen: Seen = NOTHING
+) -> Quiesced | None:
     """Take the CUDA processes of a tree off the GPU as ``gpu.quiesce`` says; None: there is nothing to do.
+
+    ``seen``: what is known of the tree; NVML is asked again only of processes that are not in it.
 
     :raises CudaError: a call failed; all is as it was.
     :raises HibernodeError: the tool or the plugin is not there or not to be trusted, reason
@@ -104,6 +139,7 @@ async def quiesce(pid: int, settings: GpuSettings, look: Look, journal: Journal)
     """
     if settings.quiesce == "none":
         return None
+    # Listed anew: since preflight the tree may have forked, ended processes, or begun to use CUDA.
     processes = await look(partial(cuda.cuda_processes, pid))
     if not processes:
         return None
@@ -115,7 +151,9 @@ async def quiesce(pid: int, settings: GpuSettings, look: Look, journal: Journal)
         raise
     by_plugin = settings.quiesce == "criu-plugin"
     libdir = plugins(settings, tool) if by_plugin else NO_PLUGINS
-    driver, gpus, used = await _gpus(settings, processes)
+    fresh = set(processes) <= set(seen.processes)
+    seen = Seen(processes, seen.snapshot if fresh else await look_once(settings))
+    used = seen.used()
 
     def noted(held: Sequence[CudaProcess]) -> None:
         journal.note(**{NOTE: [_note(each) for each in held]})
@@ -129,14 +167,14 @@ async def quiesce(pid: int, settings: GpuSettings, look: Look, journal: Journal)
         held, seconds = await cuda.quiesce(tool, processes, settings, noted)
     facts = CudaFacts(
         strategy="criu-plugin" if by_plugin else "cuda-checkpoint",
-        driver=driver,
+        driver=seen.snapshot.versions.driver or "",
         tool=tool.version,
-        gpus=gpus,
+        gpus=seen.gpus(),
         processes=tuple(
             CudaProcessFacts(
                 ns_pid=each.ns_pid,
                 comm=each.comm,
-                gpu_bytes=used.get(each.pid, 0),
+                gpu_bytes=used[each.pid],
                 state="plugin" if by_plugin else "checkpointed",
             )
             for each in held
@@ -159,7 +197,7 @@ def _see_free(before: Sequence[CudaProcess], now: Sequence[CudaProcess]) -> None
         raise RefusedError(
             f"a device of NVIDIA's is still open in {', '.join(holding)}",
             remedy="a process that only uses NVML, or was forked from one that uses CUDA, must close "
-            f"{cuda.DEVICES}* before it is ready",
+            f"{nvidia.DEVICES}* before it is ready",
             reason="GpuDeviceOpen",
         )
     known = {(each.pid, each.start_ticks) for each in before}
@@ -189,51 +227,6 @@ def plugins(settings: GpuSettings, tool: Tool) -> str:
             reason="CriuPluginUnusable",
         )
     return str(directory)
-
-
-# what NVML says of them -----------------------------------------------------------------------------------
-
-
-async def _gpus(
-    settings: GpuSettings, processes: Sequence[CudaProcess]
-) -> tuple[str, tuple[GpuFacts, ...], dict[int, int]]:
-    """Ask NVML once for the driver's version, the GPUs that the processes use, and how much each process has.
-
-    Without NVML all of it is empty: these are facts for a restore to compare, not a condition of a dump.
-    """
-    if not settings.enabled:
-        return "", (), {}
-    calls = Calls()
-    try:
-        driver, found = await calls.run("NVML", _ask, settings.deadline_seconds)
-    except (DeadlineError, NvmlError):
-        return "", (), {}
-    finally:
-        calls.close()
-    pids = {each.pid for each in processes}
-    used: dict[int, int] = {}
-    gpus = []
-    for gpu in found:
-        here = [each for each in gpu.processes or () if each.pid in pids]
-        for each in here:
-            used[each.pid] = used.get(each.pid, 0) + (each.memory_bytes or 0)
-        if here:
-            total = gpu.readings.memory_total_bytes or 0
-            gpus.append(GpuFacts(uuid=gpu.uuid, model=gpu.name, memory_bytes=total))
-    return driver, tuple(gpus), used
-
-
-def _ask() -> tuple[str, list[Gpu]]:
-    nvml = Nvml()
-    nvml.start()
-    try:
-        found = []
-        for index in range(nvml.count()):
-            with suppress(NvmlError):
-                found.append(nvml.gpu(index))
-        return nvml.versions().driver or "", found
-    finally:
-        nvml.stop(0.0)
 
 
 # what a dead agent has left -------------------------------------------------------------------------------

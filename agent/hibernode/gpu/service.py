@@ -10,10 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from hibernode.apart import uncut
 from hibernode.gpu.calls import Calls, StuckError
 from hibernode.gpu.events import WAIT_MS, EventWatch
 from hibernode.gpu.nvml import LIBRARY_NOT_FOUND, OVER, UNKNOWN, Nvml, NvmlError, failed
@@ -122,6 +124,15 @@ class GpuService:
                 await self._stop()
         self._snapshot = await self._with_allocations(now, before)
         return self.snapshot
+
+    async def end(self) -> None:
+        """Stop NVML for good, and let the threads end; where a call hangs, when that is back."""
+        if self._driver.stuck:
+            self._nvml.end()
+        else:
+            with suppress(StuckError):
+                await self._driver.run(NVML, self._nvml.end, self._settings.deadline_seconds)
+        self.close()
 
     def close(self) -> None:
         """Let the threads end, those that can."""
@@ -267,9 +278,12 @@ class GpuService:
 
 
 async def look_once(settings: GpuSettings) -> Snapshot:
-    """Read everything once, for a command without an agent: no events, and no more than this look's time."""
+    """Read everything once, for a command or a step of a pipeline: no events, no more than this look's time.
+
+    NVML counts its starts: one that is not stopped would keep the agent's own from being started anew.
+    """
     service = GpuService(settings, watch_events=False)
     try:
         return await service.read()
     finally:
-        service.close()
+        await uncut(service.end())

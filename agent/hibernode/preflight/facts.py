@@ -46,6 +46,8 @@ class Thread:
 class Task:
     """One process of the tree. ``preload`` is its LD_PRELOAD; sizes are bytes.
 
+    ``libcuda``: it maps NVIDIA's CUDA library.
+
     ``anonymous_bytes`` is private memory that is resident and no unchanged page of a file; CRIU writes all
     of it, and what is swapped out.
     """
@@ -59,6 +61,7 @@ class Task:
     anonymous_bytes: int = 0
     huge_bytes: int = 0
     uprobes: bool = False
+    libcuda: bool = False
 
     @property
     def pid(self) -> int:

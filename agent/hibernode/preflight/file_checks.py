@@ -6,6 +6,7 @@ import os
 import stat as st
 from typing import TYPE_CHECKING, Final
 
+from hibernode.host import nvidia
 from hibernode.preflight.rows import row, size
 from hibernode.workload import Finding, Verdict
 
@@ -34,8 +35,6 @@ CONSOLES: Final = range(64)
 
 DUMPABLE_MAJORS: Final = frozenset({MEM_MAJOR, *range(128, 137), 188, 204})
 """Memory devices, pseudo terminals (masters, the first slave major), USB and low-density serial lines."""
-
-GPU_DEVICES: Final = "/dev/nvidia"
 
 DEVICE_ZERO: Final = os.makedev(1, 5)
 CONTROLLING_TTY: Final = os.makedev(TTYAUX_MAJOR, 0)
@@ -119,12 +118,12 @@ def check_devices(facts: Facts, settings: Settings) -> Finding:
 
     def offenders() -> Iterator[str]:
         for task, fd in facts.descriptors():
-            if quiesced and fd.target.startswith(GPU_DEVICES):
+            if quiesced and fd.target.startswith(nvidia.DEVICES):
                 continue
             if _is_device(fd.mode) and not _dumpable(fd.mode, fd.rdev):
                 yield f"pid {task.pid} fd {fd.fd} ({_device(fd.target, fd.rdev)})"
         for mapping in facts.mapped:
-            if quiesced and mapping.path.startswith(GPU_DEVICES):
+            if quiesced and mapping.path.startswith(nvidia.DEVICES):
                 continue
             if _is_device(mapping.mode) and mapping.rdev != DEVICE_ZERO:
                 yield f"pid {mapping.pid} mapping {mapping.start:x} ({_device(mapping.path, mapping.rdev)})"

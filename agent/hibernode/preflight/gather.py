@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from hibernode.apart import go_on
 from hibernode.errors import RefusedError
-from hibernode.host import inroot, linux, mounts, procfs, sockets
+from hibernode.host import inroot, linux, mounts, nvidia, procfs, sockets
 from hibernode.host.namespaces import sysv_objects
 from hibernode.preflight import facts as f
 
@@ -179,7 +179,7 @@ class _Gatherer:
         for fd in fds:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 self._fd(pid, fd)
-        huge_bytes, uprobes = self._maps(pid)
+        huge_bytes, uprobes, libcuda = self._maps(pid)
         resident, shared = procfs.read_bounded(f"/proc/{pid}/statm", 256).split()[1:3]
         return f.Task(
             stat=stat,
@@ -191,6 +191,7 @@ class _Gatherer:
             anonymous_bytes=max(0, int(resident) - int(shared)) * procfs.PAGE_SIZE,
             huge_bytes=huge_bytes,
             uprobes=uprobes,
+            libcuda=libcuda,
         )
 
     def _threads(self, stat: Stat) -> Iterator[f.Thread]:
@@ -250,14 +251,14 @@ class _Gatherer:
 
     # mappings -------------------------------------------------------------------------------------------
 
-    def _maps(self, pid: int) -> tuple[int, bool]:
-        """Look at what is mapped; return the bytes of private huge pages and whether uprobes are set."""
+    def _maps(self, pid: int) -> tuple[int, bool, bool]:
+        """Look at what is mapped; the bytes of huge pages, whether uprobes are set, and CUDA's library."""
         data = procfs.read_bounded(f"/proc/{pid}/maps", MAX_MAPS_BYTES)
         if len(data) >= MAX_MAPS_BYTES:
             data = data[: data.rfind(b"\n")]
             self.unseen.append(f"mappings of pid {pid} behind {MAX_MAPS_BYTES >> 20} MiB of text")
         huge_bytes = 0
-        uprobes = False
+        uprobes = libcuda = False
         for line in data.split(b"\n"):
             if len(line) <= MAPS_NAME_COLUMN:
                 continue
@@ -270,12 +271,13 @@ class _Gatherer:
                 start, end = addresses.split(b"-")
                 huge_bytes += int(end, 16) - int(start, 16)
                 continue
+            libcuda = libcuda or nvidia.is_libcuda(os.fsdecode(path))
             key = (dev, ino, path, pid if path.startswith(_ODD_PATHS) else 0)
             if key not in self.seen:
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                     self._mapping(pid, addresses.decode(), os.fsdecode(path))
                     self.seen.add(key)
-        return huge_bytes, uprobes
+        return huge_bytes, uprobes, libcuda
 
     def _mapping(self, pid: int, addresses: str, target: str) -> None:
         link = f"/proc/{pid}/map_files/{addresses}"
