@@ -20,7 +20,7 @@ from hibernode.cli.agent import _kubernetes
 from hibernode.cluster import inside, node
 from hibernode.cluster.checkpoints import Checkpoints
 from hibernode.cluster.outbox import FORBIDDEN_TRIES, Outbox
-from hibernode.cluster.part import wanted
+from hibernode.cluster.part import versions, wanted
 from hibernode.cluster.pods import Kind, Ref, ask_of
 from hibernode.cluster.roster import Entry, Roster
 from hibernode.cluster.shared import MISSING_SECONDS, Shared, locate
@@ -33,7 +33,7 @@ from hibernode.kube.api import MERGE, KubeApi, KubeStatusError
 from hibernode.kube.events import BURST
 from hibernode.kube.lease import Lease
 from hibernode.kube.names import ERAS, TRUE
-from hibernode.settings import KubernetesSettings, Settings
+from hibernode.settings import CriuSettings, GpuSettings, KubernetesSettings, Settings
 from hibernode.workload import CheckpointId
 from tests.unit.box_kit import box
 from tests.unit.test_pods import CONTAINER, ID, NODE, UID, pod, source
@@ -331,6 +331,17 @@ def test_a_node_without_a_driver_gets_no_condition_and_bad_values_no_label() -> 
     found = node.facts("4.1.1", "no label", (5 << 30) + 7)["metadata"]
     assert found["labels"] == {node.CRIU: "4.1.1", node.CUDA_CHECKPOINT: None}
     assert found["annotations"] == {node.FREE: str(5 << 30)}
+
+
+def test_the_nodes_labels_tell_what_may_be_run(tmp_path: Path) -> None:
+    """The tool of the settings, at its own version; one that others than root can change is none."""
+    tool = tmp_path / "cuda-checkpoint"
+    tool.write_text("#!/bin/sh\necho Version 580.65.06. --action\n")
+    tool.chmod(0o755)
+    settings = Settings(criu=CriuSettings(binary="/no/such/criu"), gpu=GpuSettings(cuda_checkpoint=str(tool)))
+    assert versions(settings) == (None, "580.65.06")
+    tool.chmod(0o777)
+    assert versions(settings) == (None, None)
 
 
 @pytest.mark.parametrize(("value", "taken"), [("auto", "auto"), (True, "on"), (False, "off"), ("off", "off")])

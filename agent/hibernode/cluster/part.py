@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -29,6 +28,7 @@ from hibernode.discovery.container_look import ref_of
 from hibernode.discovery.locate import Claim, own_ready_files
 from hibernode.discovery.ready import ReadyWatch
 from hibernode.errors import HibernodeError, RefusedError, UnavailableError
+from hibernode.gpu.cuda import find_tool
 from hibernode.gpu.state import Snapshot
 from hibernode.health import DegradedError
 from hibernode.kube.account import has_account
@@ -63,6 +63,16 @@ def wanted(settings: Settings) -> bool:
         return settings.kubernetes.enabled == "on"
     in_pod = bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and has_account()
     return in_pod or bool(settings.kubernetes.kubeconfig)
+
+
+def versions(settings: Settings) -> tuple[str | None, str | None]:
+    """Tell the versions of CRIU and of cuda-checkpoint, None of one that may not or cannot be run. Blocks."""
+    criu = tool = None
+    with contextlib.suppress(OSError, HibernodeError):
+        criu = find_criu(settings.criu.binary).version
+    with contextlib.suppress(OSError, HibernodeError):
+        tool = find_tool(settings.gpu).version
+    return criu, tool
 
 
 class KubePart:
@@ -266,12 +276,10 @@ class KubePart:
     def _facts(self) -> dict[str, Any]:
         if not self._settings.checkpoint.enabled:
             return node.facts(None, None, None)
-        criu = free = None
-        with contextlib.suppress(HibernodeError):
-            criu = find_criu(self._settings.criu.binary).version
+        free = None
         with contextlib.suppress(OSError, HibernodeError):
             free = self._requests.parts.restorer.store.free_bytes()
-        return node.facts(criu, "present" if shutil.which("cuda-checkpoint") else None, free)
+        return node.facts(*versions(self._settings), free)
 
     def _tell_condition(self) -> None:
         judged, before = node.condition(self._gpus()), self._told_gpus
