@@ -15,10 +15,11 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from hibernode import __version__, recover, restored
-from hibernode.apart import stuck, uncut
+from hibernode.apart import apart, stuck, uncut
 from hibernode.artifact.store import Store
 from hibernode.checkpoint import Checkpointer
 from hibernode.cluster.part import KubePart, wanted
@@ -295,8 +296,16 @@ class Agent:
                 ended = entry.phase in (Phase.EXITED, Phase.LOST) and entry.key is not None
                 if ended and (before is None or before.phase is not entry.phase) and not entry.reported:
                     await asyncio.to_thread(self.requests.say_ended, entry)
+                    await self._forget_marker(entry)
                     await asyncio.to_thread(restored.mark_reported, self.state, entry)
             await asyncio.sleep(WATCH_RESTORED_SECONDS)
+
+    async def _forget_marker(self, entry: Restored) -> None:
+        forget = partial(recover.forget_marker, self.state, entry)
+        try:
+            await apart(forget, f"the worker of {entry.id}", "the removal of its restore marker")
+        except (OSError, HibernodeError) as error:
+            log.warning("%s: its restore marker cannot be looked for: %s", entry.id, error)
 
     async def _recover_by_time(self) -> None:
         await asyncio.sleep(RECOVER_SECONDS)

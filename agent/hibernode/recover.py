@@ -369,6 +369,30 @@ def end_left(state: StateDir, name: str) -> None:
                 filling.end_left(process, journal, directory)
 
 
+def forget_marker(state: StateDir, entry: Restored) -> None:
+    """Take away the restore marker of a worker that has ended, where its shim could not.
+
+    With a container that has ended too there is no way to it.
+
+    :raises OSError: the restore has been forgotten, or its disk fails.
+    """
+    pid = os.getpid() if entry.target is None else entry.target.pid
+    with contextlib.suppress(ProcessLookupError), Process.open(pid) as process:
+        if entry.target in (None, process.key):
+            with state.restores_dir.subdir(entry.name) as directory:
+                began = noted_time((read_journal(directory) or {}).get("started_at"))
+                _remove_marker(state, entry, directory, pid, began)
+
+
+def _remove_marker(state: StateDir, entry: Restored, directory: Dir, pid: int, began: float) -> None:
+    """Remove the marker as ``pid`` sees files, unless a later restore has it."""
+    marker = _marker(directory)
+    if marker is None or (entry.target is None and marker.get("path") in _taken_since(state, entry)[1]):
+        return
+    with contextlib.suppress(OSError), leftovers.files_of(pid) as root:
+        leftovers.remove_marker(root, marker, began)
+
+
 def _end_on_node(
     state: StateDir, entry: Restored, directory: Dir, journal: dict[str, Any], *, same_boot: bool = True
 ) -> None:
@@ -379,11 +403,7 @@ def _end_on_node(
         # A task that CRIU had forked may have the worker's memory, and no mark of ours any more, when CRIU
         # dies; it then waits for ever. It is known by its pid, which CRIU gave it, and by its start.
         end_since(_pids(journal), began, lambda: _taken_since(state, entry)[0])
-    marker = _marker(directory)
-    if marker is None or marker.get("path") in _taken_since(state, entry)[1]:
-        return
-    with contextlib.suppress(OSError), leftovers.files_of(os.getpid()) as root:
-        leftovers.remove_marker(root, marker, began)
+    _remove_marker(state, entry, directory, os.getpid(), began)
 
 
 def _taken_since(state: StateDir, entry: Restored) -> tuple[set[int], set[str]]:

@@ -203,3 +203,21 @@ def test_the_shim_is_killed_with_the_agent_in_a_restore(node: Node) -> None:
     assert node.restored(worker.id)["success"] is True, node.tail()
     assert worker.counts_on()
     TABLE.append(("agent and shim, restore", "cleared up, worker alive once", "ok"))
+
+
+def test_the_shim_of_a_worker_that_runs_is_killed(node: Node) -> None:
+    """The worker runs on; its end is told without an exit code, and its marker is taken away all the same."""
+    node.start_agent()
+    worker = node.start_worker()
+    dumped_in_the_end(node, worker)
+    marker = node.base / f"{worker.id}.restored-marker"
+    assert node.ask_restore(worker.id)["success"] is True
+    (state,) = (node.state / "restores").glob("*/state.json")
+    os.kill((read_json(state) or {})["shim_pid"], signal.SIGKILL)
+    assert worker.counts_on()
+    assert marker.exists()
+    os.kill(worker.pid, signal.SIGKILL)
+    until("end", lambda: (read_json(node.signals / f"{worker.id}.restored") or {}).get("ended"))
+    until("no marker", lambda: not marker.exists())
+    assert not {"exit_code", "exit_signal"} & (read_json(node.signals / f"{worker.id}.restored") or {}).keys()
+    TABLE.append(("shim, worker restored", "worker ran on, its end told, marker gone", "ok"))

@@ -206,6 +206,30 @@ def test_pids_of_a_restore_that_has_ended_its_tree_itself_are_not_ended(node: No
     assert node.worker.poll() is None
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["the last restore", "one before the last"])
+def test_the_marker_of_a_worker_that_has_ended_without_its_shim_is_forgotten(
+    node: Node, tmp_path: Path, later: bool
+) -> None:
+    """Unless it is a later worker's by now."""
+    spec = marked(tmp_path / "restored")
+    state = {"phase": "running", "pid": 1 << 22, "start_ticks": 1}
+    path = leave(node, Step.DONE, spec=spec, state=state)
+    if later:
+        leave(
+            node, Step.DONE, OTHER, LATER, spec=spec, state=running(node.worker.pid), started_at=time.time()
+        )
+    recover.forget_marker(node.state, restored.read(node.state, path.name))
+    assert (tmp_path / "restored").exists() is later
+
+
+def test_the_marker_in_a_container_that_goes_on_is_forgotten(filled: Filled) -> None:
+    """A foreign placeholder outlives its worker and the shim."""
+    root = Path(f"/proc/{filled.pid}/root")
+    write(filled.old / "spec.json", marked(root / "restored", inside="/restored"))
+    recover.forget_marker(filled.node.state, restored.read(filled.node.state, filled.old.name))
+    assert not (root / "restored").exists()
+
+
 def test_the_marker_that_a_later_restore_has_taken_stays(node: Node, tmp_path: Path) -> None:
     """Its worker looks at it."""
     spec = marked(tmp_path / "restored")
