@@ -50,6 +50,7 @@ async def test_a_silent_nvml_is_no_reason_to_fail(stub: Stub, settings: GpuSetti
     with stub.saying("hang DeviceGetCount_v2 -1", "hang DeviceGetCount -1", "hang Init -1"):
         seen = Seen((ONE,), await look_once(settings))
     assert (seen.gpus(), seen.used()) == ((), {ONE.pid: 0})
+    assert seen.snapshot.state is (NvmlState.STUCK if settings.enabled else NvmlState.OFF)
 
 
 def is_down() -> bool:

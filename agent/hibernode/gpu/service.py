@@ -283,6 +283,8 @@ async def look_once(settings: GpuSettings) -> Snapshot:
     NVML counts its starts: one that is not stopped would keep the agent's own from being started anew.
     """
     service = GpuService(settings, watch_events=False)
+    if not settings.enabled:
+        return service.snapshot
     try:
         return await service.read()
     finally:
