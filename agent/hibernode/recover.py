@@ -398,8 +398,9 @@ def _end_on_node(
 ) -> None:
     """End the tree, or half a tree, that a dead restore has left on the node, and take its marker away."""
     began = noted_time(journal.get("started_at"))
-    # A shim that has failed has ended its tree: who has one of the pids now is another process.
-    if same_boot and entry.phase is not Phase.FAILED:
+    phase = (read_json(directory, "state.json") or {}).get("phase")
+    # Before CRIU there is no tree, and a shim that has failed has ended its own: who has a pid is another.
+    if same_boot and phase not in (None, Phase.STARTING, Phase.FAILED):
         # A task that CRIU had forked may have the worker's memory, and no mark of ours any more, when CRIU
         # dies; it then waits for ever. It is known by its pid, which CRIU gave it, and by its start.
         end_since(_pids(journal), began, lambda: _taken_since(state, entry)[0])

@@ -124,7 +124,7 @@ def test_a_restore_whose_id_is_held_is_left_to_whoever_has_it(node: Node) -> Non
 def test_pids_that_a_later_restore_has_taken_are_not_ended(node: Node, id_: str) -> None:
     """The pids of an image come back with each restore of it; those of the last one run."""
     pids = [node.worker.pid]
-    leave(node, Step.RESTORE, pids=pids)
+    leave(node, Step.RESTORE, pids=pids, state={"phase": "criu"})
     leave(node, Step.DONE, id_, LATER, pids=pids, state=running(node.worker.pid), started_at=time.time())
     (found,) = node.recover()
     assert found.ending is Ending.UNDONE
@@ -133,7 +133,7 @@ def test_pids_that_a_later_restore_has_taken_are_not_ended(node: Node, id_: str)
 
 def test_pids_of_another_boot_are_not_ended(node: Node) -> None:
     """The machine was started anew, so that a process with the number is another one."""
-    leave(node, Step.RESTORE, pids=[node.worker.pid], boot_id="another")
+    leave(node, Step.RESTORE, pids=[node.worker.pid], boot_id="another", state={"phase": "criu"})
     (found,) = node.recover()
     assert found.ending is Ending.UNDONE
     assert node.worker.poll() is None
@@ -153,7 +153,7 @@ def test_a_container_of_another_boot_is_not_looked_for(filled: Filled) -> None:
 @pytest.mark.parametrize("pids", [None, 7, "1", {"1": 1}, ["1", None, [1], -1, 0, 1 << 80]], ids=repr)
 def test_damaged_pids_end_nothing(node: Node, pids: object) -> None:
     """The note is read from disk and may say anything."""
-    leave(node, Step.RESTORE, pids=pids)
+    leave(node, Step.RESTORE, pids=pids, state={"phase": "criu"})
     (found,) = node.recover()
     assert found.ending is Ending.UNDONE
 
@@ -196,11 +196,13 @@ def test_who_restores_touches_nothing_in_a_container_that_did_not_wait(filled: F
     assert filled.lives()
 
 
-@pytest.mark.parametrize("state", ["failed", "running"])
-def test_pids_of_a_restore_that_has_ended_its_tree_itself_are_not_ended(node: Node, state: str) -> None:
-    """Who has one of the numbers now is another process; or it is the worker, and runs."""
-    noted = running(node.worker.pid) if state == "running" else {"phase": "failed"}
-    path = leave(node, Step.RESTORE, pids=[node.worker.pid], state=noted)
+@pytest.mark.parametrize("phase", ["", "starting", "failed", "running"])
+def test_pids_of_a_restore_that_has_left_no_tree_are_not_ended(node: Node, phase: str) -> None:
+    """CRIU was not started, or the shim has ended it: who has one of the numbers is another. Or it runs."""
+    noted = running(node.worker.pid) if phase == "running" else {"phase": phase}
+    path = leave(node, Step.RESTORE, pids=[node.worker.pid])
+    if phase:
+        write(path / "state.json", noted)
     recover.end_left(node.state, path.name)
     assert len(node.recover()) == 1
     assert node.worker.poll() is None
