@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests with real containers need and this machine lacks: runc, crun, containerd (with ctr), the
-# plugins of its pod network, a static busybox, iptables and nft. Debian's own packages, no daemon of theirs is
+# plugins of its pod network, a static busybox, ip, iptables and nft. Debian's own packages, no daemon of theirs is
 # used. Run it as often as you like: it asks apt only for what is missing.
 set -euo pipefail
 export LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive PATH=$PATH:/usr/sbin:/sbin
@@ -13,6 +13,7 @@ missing_packages() {
   { command -v containerd && command -v containerd-shim-runc-v2 && command -v ctr; } >/dev/null || echo containerd
   command -v busybox >/dev/null || echo busybox-static
   { [ -x /usr/lib/cni/bridge ] && [ -x /usr/lib/cni/host-local ]; } || echo containernetworking-plugins
+  command -v ip >/dev/null || echo iproute2
   command -v iptables >/dev/null || echo iptables
   command -v nft >/dev/null || echo nftables
 }

@@ -127,7 +127,8 @@ d = f"/dev/shm/hibernode-{os.getpid()}"; os.mkdir(d); f = os.open(d, os.O_RDONLY
 i = libc.inotify_init(); libc.inotify_add_watch(i, d.encode(), 0x100); os.rmdir(d)""",
          "tree.inotify", FAIL, "pid {pid} fd 4", dumps=False),
     Case("watches a deleted directory of a disk", """
-d = DIR + "/d"; os.mkdir(d); f = os.open(d, os.O_RDONLY)
+d = f"/var/tmp/hibernode-watched-{os.getpid()}"  # /tmp may be a tmpfs
+os.mkdir(d); f = os.open(d, os.O_RDONLY)
 i = libc.inotify_init(); libc.inotify_add_watch(i, d.encode(), 0x100); os.rmdir(d)""", "tree.inotify", OK, dumps=True),
     Case("has SysV shared memory", """
 libc.shmat.restype = ctypes.c_void_p
