@@ -177,6 +177,7 @@ class Kube:
     def api_frozen(self) -> Iterator[None]:
         """Let the API server hang for a while: connections are taken and nothing is answered."""
         os.kill(self.api.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.api.pid, os.WSTOPPED)  # on a busy machine some threads stop later
         try:
             yield
         finally:
