@@ -6,12 +6,15 @@ import asyncio
 import os
 import subprocess
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pynvml
 import pytest
 
 from hibernode.artifact.manifest import CudaFacts
+from hibernode.criu import find
 from hibernode.errors import HibernodeError
 from hibernode.gpu import cuda, quiesce
 from hibernode.gpu.cuda import CudaProcess
@@ -24,10 +27,13 @@ from hibernode.settings import GpuSettings
 from tests.gpu.cuda_kit import VERSION, CudaTool
 from tests.gpu.fixtures import built, library, stub, until
 from tests.gpu.kit import GIB, Stub, uuid
+from tests.real import node
+from tests.real.node import state_letter
 
 __all__ = ["built", "library", "stub"]  # fixtures
 pytestmark = pytest.mark.gpu
 
+Run = Callable[[str, float], tuple[int | None, str]]
 ONE, TWO = CudaProcess(101, 7, "one", 5), CudaProcess(102, 8, "two", 6)
 
 
@@ -168,3 +174,36 @@ def test_a_tool_or_a_plugin_that_others_could_change_is_not_run(tmp_path: Path) 
     (tmp_path / "cuda_plugin.so").chmod(0o666)
     with pytest.raises(HibernodeError, match="can be written by others"):
         quiesce.plugins(settings, tool)
+
+
+def by_ask(script: str, seconds: float) -> tuple[int | None, str]:
+    """Run it as what is asked for its version."""
+    with suppress(subprocess.TimeoutExpired):
+        return find.ask(["/bin/sh", "-c", script], seconds, cuda.MAX_OUTPUT_BYTES)
+    return None, ""
+
+
+def by_call(script: str, seconds: float) -> tuple[int | None, str]:
+    """Run it as a call of the tool."""
+    return asyncio.run(cuda._run(["/bin/sh", "-c", script], seconds))
+
+
+@pytest.mark.parametrize("run", [by_ask, by_call])
+def test_output_without_an_end_is_refused_to_who_prints_it(run: Run) -> None:
+    """Beyond what is kept a write fails, so that a program takes no more memory; else it goes on."""
+    code, text = run("echo begun; head -c 1000000 /dev/zero 2>/dev/null || exit 7", 60)
+    assert (code, len(text)) == (7, cuda.MAX_OUTPUT_BYTES)
+    assert text.startswith("begun\n")
+
+
+@pytest.mark.parametrize("run", [by_ask, by_call])
+def test_a_program_is_killed_with_what_it_has_started(run: Run, tmp_path: Path) -> None:
+    """A wrapper's child would go on with the call that was given up."""
+    pids = tmp_path / "pids"
+    pids.touch()
+    seconds = 0.3
+    while not pids.read_text().endswith("\n"):
+        assert run(f"trap '' TERM; sleep 1000 & echo $! >>{pids}; wait", seconds)[0] is None
+        seconds *= 2  # so slow a machine
+    for pid in map(int, pids.read_text().split()):
+        node.until("end", lambda pid=pid: state_letter(pid) in ("", "Z"))

@@ -6,18 +6,21 @@ nor one whose loader, libraries or directories they could change.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 
@@ -29,9 +32,14 @@ SYSTEM_PREFIX: Final = Path("/opt/hibernode/criu")
 
 REMEDY: Final = "make setup"
 VERSION_SECONDS: Final = 10.0
+KILL_SECONDS: Final = 5.0
+"""A program that was killed and is not gone by then waits in a driver; it is left behind."""
+
 MAX_VERSION_BYTES: Final = 4096
 MAX_WRAPPER_BYTES: Final = 4096
 MAX_LIBRARIES: Final = 10_000
+MAX_OUTPUT_BYTES: Final = 64 << 10
+"""Of what a program prints that we ask; it is held in memory."""
 
 _WORD: Final = r"([A-Za-z0-9_./:+-]+|'(?:[^'\n]|'\\'')*')"
 _WRAPPER: Final = re.compile(rf'#!/bin/sh\nexec {_WORD} --library-path {_WORD} {_WORD} "\$@"\n')
@@ -203,26 +211,53 @@ def signature(path: Path | str) -> tuple[int, ...]:
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
+@contextmanager
+def kept_output() -> Iterator[BinaryIO]:
+    """Open what takes a program's output, of which there may be no end: beyond its size each write fails.
+
+    It is no pipe: that could be kept open by a child of the program, and waiting for its end take for ever.
+    """
+    fd = os.memfd_create("output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "w+b") as output:  # noqa: PTH123
+        os.truncate(fd, MAX_OUTPUT_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        yield output
+
+
+def printed(output: BinaryIO, most: int) -> str:
+    """Read the first ``most`` bytes of what was printed; the program has left its end where it stands."""
+    written = os.lseek(output.fileno(), 0, os.SEEK_CUR)
+    return os.pread(output.fileno(), min(written, most), 0).decode(errors="replace")
+
+
 def ask(argv: Sequence[str], seconds: float, most: int) -> tuple[int, str]:
     """Run a program that only says something; its exit code and the first ``most`` bytes of what it printed.
 
     :raises OSError: it cannot be started. :raises subprocess.TimeoutExpired: it took longer, and was killed.
     """
-    # A file takes the output: a pipe could be kept open by a child, and waiting for it could take for ever.
-    with open(os.memfd_create("output"), "w+b") as output:  # noqa: PTH123
-        code = subprocess.run(
+    with kept_output() as output:
+        process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd="/",
             env=clean_env(),
-            timeout=seconds,
-            check=False,
             start_new_session=True,
-        ).returncode
-        output.seek(0)
-        return code, output.read(most).decode(errors="replace")
+        )
+        try:
+            return process.wait(seconds), printed(output, most)
+        except BaseException:
+            end_group(process.pid)
+            with suppress(subprocess.TimeoutExpired):  # who waits in a driver is left behind
+                process.wait(KILL_SECONDS)
+            raise
+
+
+def end_group(pid: int) -> None:
+    """Kill a program that is not reaped yet, with all that it has started in its session's first group."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 @functools.lru_cache(maxsize=16)

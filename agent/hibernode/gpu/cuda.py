@@ -25,7 +25,16 @@ from pathlib import Path
 from typing import Final
 
 from hibernode.apart import uncut
-from hibernode.criu.find import ask, clean_env, signature, untrusted
+from hibernode.criu.find import (
+    KILL_SECONDS,
+    ask,
+    clean_env,
+    end_group,
+    kept_output,
+    printed,
+    signature,
+    untrusted,
+)
 from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 from hibernode.host import nvidia, procfs
 from hibernode.host.procfs import Process
@@ -34,9 +43,6 @@ from hibernode.text import printable
 from hibernode.workload import ProcessKey
 
 NAME: Final = "cuda-checkpoint"
-
-KILL_SECONDS: Final = 5.0
-"""A call that was killed and is not gone by then waits in the driver; it is left behind."""
 
 MAX_OUTPUT_BYTES: Final = 4096
 _SHOWN: Final = 300
@@ -336,7 +342,7 @@ class _Calls:
 
 async def _run(argv: Sequence[str], deadline: float) -> tuple[int | None, str]:
     """Run the tool; its exit code (None: it was killed at the deadline) and what it printed."""
-    with open(os.memfd_create(NAME), "w+b") as output:  # noqa: PTH123, ASYNC230 - memory, no file
+    with kept_output() as output:
         try:
             child = await asyncio.create_subprocess_exec(
                 *argv,
@@ -357,11 +363,9 @@ async def _run(argv: Sequence[str], deadline: float) -> tuple[int | None, str]:
             pass
         finally:
             if child.returncode is None:
-                with suppress(ProcessLookupError):
-                    child.kill()
+                end_group(child.pid)
                 await uncut(asyncio.wait([asyncio.ensure_future(child.wait())], timeout=KILL_SECONDS))
-        output.seek(0)
-        return code, output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+        return code, printed(output, MAX_OUTPUT_BYTES)
 
 
 def _check(answers: Iterable[_Answer]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hibernode.criu.find import clean_env
+from hibernode.criu.find import MAX_OUTPUT_BYTES, ask
 from hibernode.host import linux, procfs
 from hibernode.preflight import store_checks
 from hibernode.preflight.facts import CAP_SYS_RESOURCE, StoreFacts, store_facts
@@ -191,21 +191,11 @@ def check_criu_self_test(criu: Criu | None) -> Finding:
     if criu is None:
         return Finding("criu.self_test", Verdict.SKIP, expected, "no criu")
     try:
-        result = subprocess.run(
-            [*criu.argv, "check"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=clean_env(),
-            cwd="/",
-            timeout=CRIU_CHECK_SECONDS,
-            check=False,
-        )
+        code, text = ask([*criu.argv, "check"], CRIU_CHECK_SECONDS, MAX_OUTPUT_BYTES)
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     else:
-        text = result.stdout.decode("utf-8", "replace").strip()
-        problem = "" if result.returncode == 0 else " | ".join(text.splitlines()[-3:]) or "it failed"
+        problem = "" if code == 0 else " | ".join(text.strip().splitlines()[-3:]) or "it failed"
     return row(
         "criu.self_test",
         expected,
