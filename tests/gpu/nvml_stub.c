@@ -11,6 +11,7 @@
  *   event NUMBER INDEX TYPE DATA COUNT                   is given COUNT times; NUMBERs grow over all files
  *   fail CALL INDEX ERROR                                CALL without its nvml, or *; INDEX -1: any
  *   hang CALL INDEX                                      for as long as the line is there
+ *   many CALL INDEX COUNT                                CALL says that there are COUNT
  *
  * Compiled with -DWITH_NVML_H it takes NVIDIA's types from nvml.h, so that the compiler compares all prototypes.
  */
@@ -90,7 +91,7 @@ struct dev {
     int procs;
     struct proc proc[MAX_PROCS];
 };
-struct rule { char call[64]; int index, error, hang; };
+struct rule { char call[64]; int index, error, hang; unsigned many; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct dev gpus[MAX_GPUS], migs[MAX_GPUS][MAX_MIGS];
@@ -122,7 +123,14 @@ static void parse(FILE *file) {
             struct rule *r = &rules[rule_count++ % MAX_RULES];
             r->hang = !strcmp(word, "hang");
             r->error = 0;
+            r->many = 0;
             sscanf(rest, "%63s %d %d", r->call, &r->index, &r->error);
+            continue;
+        }
+        if (!strcmp(word, "many")) {
+            struct rule *r = &rules[rule_count++ % MAX_RULES];
+            r->hang = r->error = 0;
+            sscanf(rest, "%63s %d %u", r->call, &r->index, &r->many);
             continue;
         }
         if (!strcmp(word, "event")) {
@@ -204,6 +212,15 @@ static int enter(const char *call, int index) {
     }
 }
 
+/* many: how many CALL says that there are. */
+static unsigned many(const char *call, int index, unsigned there) {
+    pthread_mutex_lock(&lock);
+    struct rule *rule = rule_for(call, index);
+    unsigned said = rule && rule->many ? rule->many : there;
+    pthread_mutex_unlock(&lock);
+    return said;
+}
+
 #define DEV struct dev *g = (struct dev *)device
 #define ENTER(call) \
     DEV; \
@@ -252,7 +269,7 @@ nvmlReturn_t nvmlSystemGetCudaDriverVersion(int *version) {
 }
 nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count) {
     CALL("DeviceGetCount");
-    *count = gpu_count;
+    *count = many("DeviceGetCount", -2, gpu_count);
     return OK;
 }
 nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device) {
@@ -378,7 +395,7 @@ nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current, un
 }
 nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned int *count) {
     WHOLE("DeviceGetMaxMigDeviceCount");
-    *count = 7;
+    *count = many("DeviceGetMaxMigDeviceCount", g->index, 7);
     return OK;
 }
 nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *mig) {
@@ -405,7 +422,8 @@ nvmlReturn_t nvmlDeviceGetAttributes_v2(nvmlDevice_t device, nvmlDeviceAttribute
     attributes->memorySizeMB = g->total >> 20;
     return OK;
 }
-static nvmlReturn_t processes(struct dev *g, const char *kind, unsigned *count, nvmlProcessInfo_t *infos) {
+static nvmlReturn_t processes(struct dev *g, const char *call, const char *kind, unsigned *count,
+                              nvmlProcessInfo_t *infos) {
     unsigned there = 0, room = *count;
     for (int i = 0; i < g->procs; i++) {
         struct proc *p = &g->proc[i];
@@ -418,13 +436,13 @@ static nvmlReturn_t processes(struct dev *g, const char *kind, unsigned *count, 
         }
         there++;
     }
-    *count = there;
-    return there > room ? SHORT : OK;
+    *count = many(call, g->index, there);
+    return there > room || !infos && *count ? SHORT : OK;
 }
 #define PROCESSES(call, kind) \
     nvmlReturn_t nvml##call##_v3(nvmlDevice_t device, unsigned int *count, nvmlProcessInfo_t *infos) { \
         WHOLE(#call); \
-        return processes(g, kind, count, infos); \
+        return processes(g, #call, kind, count, infos); \
     }
 PROCESSES(DeviceGetComputeRunningProcesses, "compute")
 PROCESSES(DeviceGetGraphicsRunningProcesses, "graphics")

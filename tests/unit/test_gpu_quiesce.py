@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pynvml
@@ -176,6 +177,11 @@ def test_a_tool_or_a_plugin_that_others_could_change_is_not_run(tmp_path: Path) 
         quiesce.plugins(settings, tool)
 
 
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or dead."""
+    return state_letter(pid) in ("", "Z")
+
+
 def by_ask(script: str, seconds: float) -> tuple[int | None, str]:
     """Run it as what is asked for its version."""
     with suppress(subprocess.TimeoutExpired):
@@ -205,5 +211,5 @@ def test_a_program_is_killed_with_what_it_has_started(run: Run, tmp_path: Path) 
     while not pids.read_text().endswith("\n"):
         assert run(f"trap '' TERM; sleep 1000 & echo $! >>{pids}; wait", seconds)[0] is None
         seconds *= 2  # so slow a machine
-    for pid in map(int, pids.read_text().split()):
-        node.until("end", lambda pid=pid: state_letter(pid) in ("", "Z"))
+    for pid in pids.read_text().split():
+        node.until("end", partial(ended, int(pid)))

@@ -185,6 +185,36 @@ async def test_processes_come_once_with_their_kinds_and_instance(stub: Stub, mak
     assert {each.owner.reason for each in (*whole, *parts)} == {"no process has this pid"}
 
 
+@pytest.mark.parametrize("count", [257, 0xFFFFFFFF])
+async def test_more_gpus_than_can_be_are_a_broken_nvml(stub: Stub, make: Make, count: int) -> None:
+    """A library that lists millions is not asked for each of them."""
+    stub.add_gpu(0)
+    stub.say(f"many DeviceGetCount -1 {count}")
+    snapshot = await make().poll()
+    assert (snapshot.state, snapshot.gpus) == (NvmlState.BROKEN, ())
+    assert f"{count} GPUs, which cannot be" in snapshot.reason
+
+
+async def test_more_instances_than_can_be_are_not_asked_for(stub: Stub, make: Make) -> None:
+    """Those that are there are found all the same."""
+    stub.add_gpu(0)
+    stub.add_mig(0)
+    stub.say("many DeviceGetMaxMigDeviceCount 0 4294967295")
+    assert len((await one(make)).instances) == 7
+
+
+async def test_a_list_of_processes_that_is_none_is_not_an_empty_one(stub: Stub, make: Make) -> None:
+    """Who cannot be told does not look like nobody, though other lists are there."""
+    stub.add_gpu(0)
+    stub.add_process(0, 4_000_001, kind="graphics")
+    with stub.saying("many DeviceGetComputeRunningProcesses 0 2147483648"):
+        gpu = await one(make)
+    assert (gpu.state, gpu.processes) == (GpuState.OK, None)
+    assert gpu.readings.unavailable["processes"] == "IndexError"
+    stub.say("fail DeviceGetMPSComputeRunningProcesses 0 13", "fail DeviceGetComputeRunningProcesses 0 999")
+    assert (await one(make)).readings.unavailable["processes"] == "Unknown Error"
+
+
 @pytest.mark.parametrize("text", ["GPU", "none", "GPU-\x1b[2J", "GPU-" + "a" * 91])
 async def test_a_uuid_that_is_none_keys_nothing(stub: Stub, make: Make, text: str) -> None:
     """What is no UUID becomes the key of nothing: that GPU has failed."""

@@ -44,6 +44,10 @@ _UUID: Final = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]{1,90}")
 _MAX_TEXT: Final = 96
 """nvml.h: NVML_DEVICE_UUID_V2_BUFFER_SIZE, the longest of its texts that are shown."""
 
+MAX_GPUS: Final = 256
+MAX_INSTANCES: Final = 64
+"""Many times what there is, 16 GPUs in a machine and 7 MIG devices on one. One that says more is broken."""
+
 _MAX_ERROR: Final = 512
 """Of the loader's sentence, which has a path in it."""
 
@@ -191,10 +195,13 @@ class Nvml:
     def count(self) -> int:
         """Count the GPUs that the driver lists, whether they answer or not.
 
-        :raises NvmlError: it is not up, or the driver does not answer.
+        :raises NvmlError: it is not up, or the driver does not answer, or with more than there can be.
         """
         with self.use() as pynvml, translated("nvmlDeviceGetCount"):
-            return int(pynvml.nvmlDeviceGetCount())
+            count = int(pynvml.nvmlDeviceGetCount())
+        if count > MAX_GPUS:
+            raise NvmlError(f"nvmlDeviceGetCount: {count} GPUs, which cannot be", UNKNOWN)
+        return count
 
     # one GPU ------------------------------------------------------------------------------------------
 
@@ -253,7 +260,7 @@ def _bound(read: Callable[[Any, Any], Any], pynvml: Any, handle: Any) -> Callabl
 
 def _instances(pynvml: Any, handle: Any) -> Iterator[MigInstance]:
     """Yield the MIG devices. Their numbers may have gaps, and one may go while we look."""
-    for number in range(int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle))):
+    for number in range(min(MAX_INSTANCES, int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)))):
         try:
             device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
             uuid = _uuid(pynvml.nvmlDeviceGetUUID(device))
@@ -272,7 +279,7 @@ def _instances(pynvml: Any, handle: Any) -> Iterator[MigInstance]:
 def _processes(
     pynvml: Any, handle: Any, instances: tuple[MigInstance, ...]
 ) -> tuple[tuple[GpuProcess, ...] | None, str]:
-    """List the processes of a GPU, each once for each instance; None and why when no list can be had.
+    """List the processes of a GPU, each once for each instance; None and why without those that compute.
 
     A process may be in several lists, with the same memory in each.
     """
@@ -287,7 +294,7 @@ def _processes(
             if kind not in kinds:
                 kinds.append(kind)
             found[int(each.pid), instance] = (kinds, _larger(memory, each.usedGpuMemory))
-    if all(value is None for value in take.values.values()):
+    if take.values["compute"] is None:  # of the others not every driver and GPU knows
         return None, take.unavailable["compute"]
     return tuple(
         GpuProcess(pid, tuple(kinds), memory, instance)

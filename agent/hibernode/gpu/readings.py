@@ -37,7 +37,7 @@ class Take:
             self._missing(fields, str(error))
         except self._pynvml.NVMLLibraryMismatchError:
             self._missing(fields, "Function Not Found")
-        except (UnicodeDecodeError, OverflowError, ValueError) as error:
+        except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
             self._missing(fields, f"{type(error).__name__}")
         else:
             for name, value in zip(fields, found if isinstance(found, tuple) else (found,), strict=True):
