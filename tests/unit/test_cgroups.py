@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from hibernode.errors import RefusedError, StorageError
 from hibernode.host import cgroups, freezer
-from hibernode.host.cgroups import Amount, Membership, Place, parse_cgroup, place_of
+from hibernode.host.cgroups import Membership, Memory, Place, parse_cgroup, place_of
 from hibernode.host.freezer import Freezer, usable_freezer
 from hibernode.host.mounts import parse_mountinfo
 from hibernode.workload import Verdict
@@ -243,26 +244,42 @@ def write_limit(pid: int, v1: str, v2: str, value: str, levels_up: int = 0) -> N
     pytest.fail(f"no controller with {v1} or {v2} here")
 
 
+LIMIT = "memory.limit_in_bytes", "memory.max"
+
+
 def test_the_least_memory_limit_of_all_parents_counts(cgroup_kit: Cgroups):
     """No limit is None, and a parent's smaller limit wins over one's own."""
-    names = ("memory.limit_in_bytes", "memory.max")
     with box(cgroup_kit.joins("pod/worker"), own=False) as pid:
+        assert cgroups.memory(pid) == Memory(None, None)
+        write_limit(pid, *LIMIT, str(512 << 20))
         found = cgroups.memory(pid)
-        assert found.limit is None
-        assert found.used is not None
-        write_limit(pid, *names, str(512 << 20))
-        assert cgroups.memory(pid).limit == 512 << 20
-        write_limit(pid, *names, str(256 << 20), levels_up=1)
-        assert cgroups.memory(pid).limit == 256 << 20
+        assert found.limit == 512 << 20
+        assert found.free is not None
+        assert 256 << 20 < found.free < 512 << 20
+        write_limit(pid, *LIMIT, str(256 << 20), levels_up=1)
+        found = cgroups.memory(pid)
+        assert found.limit == 256 << 20
+        assert found.free is not None
+        assert 0 < found.free < 256 << 20
 
 
-def test_the_least_pids_limit_of_all_parents_counts(cgroup_kit: Cgroups):
-    """The limit of tasks is read alike, with the number of tasks in the cgroup."""
-    with box(cgroup_kit.joins("pod/worker"), own=False) as pid:
-        assert cgroups.pids(pid) == Amount(None, 1)
-        write_limit(pid, "pids.max", "pids.max", "100")
-        write_limit(pid, "pids.max", "pids.max", "50", levels_up=1)
-        assert cgroups.pids(pid) == Amount(50, 1)
+def test_the_cache_of_files_is_free_memory(cgroup_kit: Cgroups):
+    """A worker that has read more than its limit from files has its limit full of them, and may take more."""
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp") as directory,
+        box(cgroup_kit.joins("pod/worker"), own=False) as pid,
+    ):
+        write_limit(pid, *LIMIT, str(64 << 20))
+        before = cgroups.memory(pid).free
+        joins = " ".join(cgroup_kit.joins("pod/worker"))
+        script = f"for file in {joins}; do echo $$ >$file; done; exec head -c 100000000 /dev/zero"
+        with Path(directory, "weights").open("wb") as file:
+            subprocess.run(["sh", "-c", script], stdout=file, check=True)
+            os.fsync(file.fileno())
+        after = cgroups.memory(pid).free
+        assert before is not None
+        assert after is not None
+        assert before - after < 16 << 20
 
 
 def test_from_a_cgroup_namespace_the_rest_is_reached_after_entering_the_hosts(cgroup_kit: Cgroups):

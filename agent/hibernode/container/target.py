@@ -85,7 +85,7 @@ def look(container: Container, process: Process) -> Target:
         ours=recognise(pid),
         others=tuple(entry.pid for entry in procfs.tree(pid) if entry.pid != pid and entry.state not in "ZX"),
         memory_limit=memory.limit,
-        memory_free=None if memory.limit is None else max(0, memory.limit - (memory.used or 0)),
+        memory_free=memory.free,
         uid_map=id_map(pid, "uid"),
         gid_map=id_map(pid, "gid"),
         devices=frozenset(devices(pid)),

@@ -147,10 +147,10 @@ def _tool(settings: GpuSettings, *, devices: bool) -> tuple[str, Finding | None]
 def _free_bytes(pid: int) -> int:
     free = procfs.mem_available_bytes()
     try:
-        memory = cgroups.memory(pid)
+        limited = cgroups.memory(pid).free
     except (RefusedError, OSError):
         return free
-    return free if memory.limit is None else min(free, max(0, memory.limit - (memory.used or 0)))
+    return free if limited is None else min(free, limited)
 
 
 def _nccl(pid: int) -> tuple[str, ...]:

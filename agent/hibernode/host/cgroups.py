@@ -28,7 +28,7 @@ UNIFIED: Final = ""
 MAX_CGROUP_BYTES: Final = 1 << 20
 """Some twenty lines; a path has at most 4,096 bytes before the kernel cuts it."""
 
-MAX_VALUE_BYTES: Final = 4096
+MAX_VALUE_BYTES: Final = 16 << 10
 SHOWN: Final = 8
 
 PF_EXITING: Final = 0x00000004
@@ -73,14 +73,15 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
-    """What a cgroup may have and what it uses; None: no limit, or no such controller for it.
+class Memory:
+    """What a cgroup may have in bytes, and what of that is free; None: no limit, or no such controller.
 
-    ``limit`` is the least of its own and of those parents that can be seen; ``used`` is its own.
+    Each is the least of its own and of those parents that can be seen. The cache of files counts as free: the
+    kernel drops it for whoever needs memory, and a worker that has read its weights has filled its limit.
     """
 
     limit: int | None
-    used: int | None
+    free: int | None
 
 
 # who is where -------------------------------------------------------------------------------------------
@@ -289,35 +290,31 @@ def _check_domain(directory: Path) -> None:
 # limits -------------------------------------------------------------------------------------------------
 
 
-def memory(pid: int) -> Amount:
-    """Read how many bytes of memory the cgroup of a process may have, and has.
+def memory(pid: int) -> Memory:
+    """Read how much memory the cgroup of a process may have, and how much it may still take.
 
     :raises ProcessLookupError: the process is gone or ending.
     :raises RefusedError: reason ``CgroupNotReachable``.
     """
     where = _place(pid, "memory")
     if where is None:
-        return Amount(None, None)
+        return Memory(None, None)
     version, place = where
-    if version == 1:
-        return _amount(place, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return _amount(place, "memory.max", "memory.current")
-
-
-def pids(pid: int) -> Amount:
-    """Read how many tasks, threads included, the cgroup of a process may have, and has.
-
-    :raises ProcessLookupError: the process is gone or ending.
-    :raises RefusedError: reason ``CgroupNotReachable``.
-    """
-    where = _place(pid, "pids")
-    return Amount(None, None) if where is None else _amount(where[1], "pids.max", "pids.current")
-
-
-def _amount(place: Place, limit: str, used: str) -> Amount:
-    levels = (_number(_read(directory / limit)) for directory in place.upwards())
-    limits = [number for number in levels if number is not None and number < NO_MEMORY_LIMIT]
-    return Amount(min(limits, default=None), _number(_read(place.directory / used)))
+    prefix = "total_" if version == 1 else ""
+    limit_name, used_name = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("memory.max", "memory.current")
+    )
+    limits, free = [], []
+    for directory in place.upwards():
+        limit = _number(_read(directory / limit_name))
+        if limit is not None and limit < NO_MEMORY_LIMIT:
+            stat = dict(line.split(" ", 1) for line in _read(directory / "memory.stat").splitlines())
+            cache = sum(_number(stat.get(f"{prefix}{kind}_file", "")) or 0 for kind in ("active", "inactive"))
+            limits.append(limit)
+            free.append(max(0, limit - (_number(_read(directory / used_name)) or 0) + cache))
+    return Memory(min(limits, default=None), min(free, default=None))
 
 
 def _number(text: str) -> int | None:
