@@ -107,16 +107,18 @@ async def test_the_driver_is_asked_again_only_of_who_came_later(
     assert [each.gpu_bytes for each in quiesced.facts.processes] == ([2 * GIB, 0] if later else [GIB, GIB])
 
 
-def test_who_keeps_a_device_open_or_comes_late_is_named() -> None:
-    """Both would make CRIU fail, or escape from the dump."""
-    quiesce._see_free([ONE, TWO], [TWO, ONE])
+def test_who_keeps_a_device_open_or_comes_or_goes_is_named() -> None:
+    """All would make CRIU fail, escape from the dump, or make an image that cannot be restored."""
+    quiesce._see_free([ONE, TWO], [ONE, TWO], [TWO, ONE])
+    quiesce._see_free([ONE, TWO], [ONE], [ONE])  # who was merely linked with CUDA may go
     holding = CudaProcess(103, 9, "nvml", 7, devices=True)
     with pytest.raises(HibernodeError, match=r"open in pid 103 \(nvml\)") as caught:
-        quiesce._see_free([ONE, holding], [ONE, holding])
+        quiesce._see_free([ONE, holding], [ONE], [ONE, holding])
     assert caught.value.reason == "GpuDeviceOpen"
-    with pytest.raises(HibernodeError, match=r"pid 102 \(two\)") as caught:
-        quiesce._see_free([ONE], [ONE, TWO])
-    assert caught.value.reason == "CudaTreeChanged"
+    for before, now in (([ONE], [ONE, TWO]), ([ONE, TWO], [ONE])):
+        with pytest.raises(HibernodeError, match=r"pid 102 \(two\)") as caught:
+            quiesce._see_free(before, before, now)
+        assert caught.value.reason == "CudaTreeChanged"
 
 
 async def test_after_criu_s_plugin_only_who_is_not_awake_is_woken(tmp_path: Path, built: Path) -> None:

@@ -135,7 +135,8 @@ async def quiesce(
 
     :raises CudaError: a call failed; all is as it was.
     :raises HibernodeError: the tool or the plugin is not there or not to be trusted, reason
-        ``GpuDeviceOpen``: a process keeps a device open; ``CudaTreeChanged``: one began to use CUDA later.
+        ``GpuDeviceOpen``: a process keeps a device open; ``CudaTreeChanged``: one began to use CUDA later,
+        or has ended.
     """
     if settings.quiesce == "none":
         return None
@@ -184,15 +185,18 @@ async def quiesce(
     done = Quiesced(tool, settings, facts, held, libdir)
     if not by_plugin:
         try:
-            _see_free(processes, await look(partial(cuda.cuda_processes, pid)))
+            _see_free(processes, held, await look(partial(cuda.cuda_processes, pid)))
         except BaseException:
             await uncut(done.wake(journal))
             raise
     return done if held else None
 
 
-def _see_free(before: Sequence[CudaProcess], now: Sequence[CudaProcess]) -> None:
-    """See that no process has a device of the GPU any more, nor has begun to use CUDA."""
+def _see_free(before: Sequence[CudaProcess], held: Sequence[CudaProcess], now: Sequence[CudaProcess]) -> None:
+    """See that no process has a device of the GPU any more, and that none has come or gone.
+
+    ``held`` were taken off the GPU: an image without one of them could not be restored.
+    """
     if holding := [str(each) for each in now if each.devices]:
         raise RefusedError(
             f"a device of NVIDIA's is still open in {', '.join(holding)}",
@@ -200,13 +204,15 @@ def _see_free(before: Sequence[CudaProcess], now: Sequence[CudaProcess]) -> None
             f"{nvidia.DEVICES}* before it is ready",
             reason="GpuDeviceOpen",
         )
-    known = {(each.pid, each.start_ticks) for each in before}
-    if new := [str(each) for each in now if (each.pid, each.start_ticks) not in known]:
-        raise RefusedError(
-            f"began to use CUDA while the others were taken off the GPU: {', '.join(new)}",
-            remedy="the worker must have started all of its processes before it says that it is ready",
-            reason="CudaTreeChanged",
-        )
+    for what, some, others in (("began to use CUDA", now, before), ("ended", held, now)):
+        known = {(each.pid, each.start_ticks) for each in others}
+        if changed := [str(each) for each in some if (each.pid, each.start_ticks) not in known]:
+            raise RefusedError(
+                f"{what} while the others were taken off the GPU: {', '.join(changed)}",
+                remedy="the worker must have started all of its processes before it says that it is ready, "
+                "and they must stay",
+                reason="CudaTreeChanged",
+            )
 
 
 def plugins(settings: GpuSettings, tool: Tool) -> str:
