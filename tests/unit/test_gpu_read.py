@@ -113,6 +113,16 @@ async def test_a_gpu_that_supports_nothing_is_still_there(stub: Stub, make: Make
     assert gpu.readings.unavailable.keys() >= {*values, "processes"}
 
 
+@pytest.mark.parametrize("number", [(1 << 64) - 1, (1 << 64) - 2, 1 << 63])
+async def test_a_size_that_cannot_be_is_no_size(stub: Stub, make: Make, number: int) -> None:
+    """No manifest could hold it, and a dump would fail for it."""
+    stub.gpus[0] = f"gpu 0 {uuid(0)} 00000000:18:00.0 {number} 1 NVIDIA"
+    stub.add_process(0, 4_000_001, number)
+    gpu = await one(make)
+    assert gpu.readings.memory_total_bytes is None
+    assert [each.memory_bytes for each in gpu.processes or ()] == [None]
+
+
 @pytest.mark.parametrize("number", [(1 << 32) - 1], ids=["all ones"])
 async def test_not_available_is_no_number(stub: Stub, make: Make, number: int) -> None:
     """All ones are NVML's way to say that there is no value."""

@@ -189,14 +189,16 @@ def test_the_table_shows_gpus_instances_and_processes(node: tuple[Machine, dict[
 
 
 def test_csv_has_a_line_for_each_device(node: tuple[Machine, dict[str, str], Stub]) -> None:
-    """With nvidia-smi's names, numbers without units, and N/A never blank."""
-    here, env, _ = node
+    """With nvidia-smi's names, numbers without units, and N/A never blank; also of who cannot be told."""
+    here, env, stub = node
+    stub.say("fail DeviceGetComputeRunningProcesses 1 999")
     rows = list(csv.DictReader(here.ok("gpu", "-o", "csv", **env).splitlines()))
     assert [row["uuid"] for row in rows] == [uuid(0), uuid(1), mig_uuid(1, 0), mig_uuid(1, 1)]
     assert [row["memory.total [MiB]"] for row in rows] == ["81920", "81920", "10240", "10240"]
     assert [row["utilization.gpu [%]"] for row in rows] == ["0", "N/A", "N/A", "N/A"]
     assert [row["mig.mode.current"] for row in rows] == ["Disabled", "Enabled", "N/A", "N/A"]
     assert [row["mig.parent"] for row in rows] == ["", "", uuid(1), uuid(1)]
+    assert [row["processes"] for row in rows] == ["0", "N/A", "N/A", "N/A"]
 
 
 def test_json_has_all_of_it(node: tuple[Machine, dict[str, str], Stub]) -> None:

@@ -227,7 +227,9 @@ def _csv(found: dict[str, Any]) -> str:
         count = NA if gpu["processes"] is None else len(gpu["processes"])
         parts = [{**gpu["readings"], **gpu, "processes": count, "parent": ""}]
         for mig in gpu["instances"]:
-            held = sum(each["instance"] == mig["uuid"] for each in gpu["processes"] or ())
+            held = NA
+            if gpu["processes"] is not None:
+                held = sum(each["instance"] == mig["uuid"] for each in gpu["processes"])
             same = {key: gpu[key] for key in ("index", "pciBusId", "state")}
             name = f"{gpu['name']} MIG {mig['profile'] or NA}"
             parts.append({**mig, **same, "name": name, "processes": held, "parent": gpu["uuid"]})

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from hibernode.errors import HibernodeError
-from hibernode.gpu.readings import MIG_FIELDS, READINGS, Take
+from hibernode.gpu.readings import LEAST_ABSURD, MIG_FIELDS, READINGS, Take
 from hibernode.gpu.state import Gpu, GpuProcess, GpuState, MigInstance, Readings, Versions
 from hibernode.text import printable
 
@@ -303,7 +303,7 @@ def _processes(
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
-    known = [value for value in (one, other) if value is not None]
+    known = [value for value in (one, other) if value is not None and value < LEAST_ABSURD]
     return max(known, default=None)
 
 

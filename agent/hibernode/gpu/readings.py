@@ -12,6 +12,9 @@ from typing import Any, Final
 NOT_AVAILABLE: Final = frozenset({(1 << 32) - 1, (1 << 64) - 1})
 """nvml.h: NVML_VALUE_NOT_AVAILABLE as unsigned int and as unsigned long long."""
 
+LEAST_ABSURD: Final = 1 << 63
+"""No count and no size comes so far; a manifest could not hold it."""
+
 INVALID_ARGUMENT: Final = 2
 FUNCTION_NOT_FOUND: Final = 13
 
@@ -41,7 +44,7 @@ class Take:
             self._missing(fields, f"{type(error).__name__}")
         else:
             for name, value in zip(fields, found if isinstance(found, tuple) else (found,), strict=True):
-                if isinstance(value, int) and value in NOT_AVAILABLE:
+                if isinstance(value, int) and (value in NOT_AVAILABLE or value >= LEAST_ABSURD):
                     self._missing((name,), "Not Available")
                 else:
                     self.values[name] = value
