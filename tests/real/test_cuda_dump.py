@@ -166,6 +166,32 @@ def test_a_worker_that_is_not_woken_after_a_dump_that_failed_is_woken_later(
     assert free(tool, root)
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_worker_that_a_failed_quiesce_has_left_locked_is_woken_later(
+    node: Node, tool: CudaTool, root: int, *, cut: bool
+) -> None:
+    """A call that fails, or Ctrl-C, before CRIU has begun: what cannot be undone now is not forgotten."""
+    tool.control("half checkpoint 2" if cut else "fail checkpoint 2", "fail unlock 0")
+    if cut:
+        command = subprocess.Popen(
+            [HIBERNODE, "checkpoint", "--pid", str(root)],
+            env=node.env(GPU_START_SECONDS="60"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until("call", lambda: tool.count("checkpoint") >= PROCESSES)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(timeout=60) == 128 + signal.SIGINT
+    else:
+        said = dump(node, root, ok=False)
+        assert "is locked" in said
+        assert "its next dump and 'hibernode gc' try again" in said
+    assert tool.states(root) == ["locked"] * PROCESSES
+    tool.control()
+    node.run("gc")
+    assert free(tool, root)
+
+
 def test_a_process_that_only_has_the_library_is_left_alone(node: Node, tool: CudaTool) -> None:
     """Who is linked with CUDA and has never begun it is asked for once, and is no reason to fail."""
     with tool.tree(PROCESSES - 1, 1) as root:

@@ -44,6 +44,9 @@ from hibernode.workload import ProcessKey
 
 NAME: Final = "cuda-checkpoint"
 
+AGAIN: Final = "; the agent, its next dump and 'hibernode gc' try again"
+"""What is said of processes that are left off the GPU, while the journal stays."""
+
 MAX_OUTPUT_BYTES: Final = 4096
 _SHOWN: Final = 300
 _VERSION: Final = re.compile(r"\bVersion (\d+(?:\.\d+)+)")
@@ -165,12 +168,14 @@ async def quiesce(
     processes: Sequence[CudaProcess],
     settings: GpuSettings,
     noted: Callable[[Sequence[CudaProcess]], None] = lambda _: None,
+    owed: Callable[[CudaError], None] = lambda _: None,
 ) -> tuple[tuple[CudaProcess, ...], dict[str, float]]:
     """Lock all the processes, then checkpoint all: their GPU memory is in their own memory then.
 
-    ``noted`` is called with them before the first call. Gives those that were taken off the GPU (without
-    those that only looked like CUDA processes, which the tool does not know) and the seconds by call. When a
-    call fails, and when this is cancelled, everything is undone before it raises.
+    ``noted`` is called with them before the first call, ``owed`` where they could not be brought back. Gives
+    those that were taken off the GPU (without those that only looked like CUDA processes, which the tool does
+    not know) and the seconds by call. When a call fails, and when this is cancelled, everything is undone
+    before it raises.
 
     :raises CudaError: a call failed or hung; the message names pids, calls, what the tool said, and who could
         not be brought back.
@@ -189,12 +194,12 @@ async def quiesce(
         _check(await calls.all("checkpoint", held))
     except BaseException as error:
         try:
-            await uncut(_undo(calls, processes))
+            await uncut(_undo(calls, processes, owed))
         except CudaError as problem:
             if not isinstance(error, CudaError):
-                raise
+                raise error from problem
             raise CudaError(
-                f"{error.message}; {problem.message}", remedy=problem.remedy, reason=problem.reason
+                f"{error.message}; {problem.message}{AGAIN}", remedy=problem.remedy, reason=problem.reason
             ) from error
         raise
     return held, calls.seconds
@@ -209,11 +214,15 @@ async def _unknown(calls: _Calls, processes: Sequence[CudaProcess]) -> set[CudaP
     return {each.process for each in answers if each.failed and not each.late}
 
 
-async def _undo(calls: _Calls, processes: Sequence[CudaProcess]) -> None:
+async def _undo(calls: _Calls, processes: Sequence[CudaProcess], owed: Callable[[CudaError], None]) -> None:
     """Bring back what a quiesce has changed, the last first; the calls say how far each has come."""
     began = [each for each in processes if each in calls.began("checkpoint")]
     locked = [each for each in processes if each in calls.began("lock") and each not in calls.unknown]
-    await _bring_back(calls, began[::-1], locked[::-1])
+    try:
+        await _bring_back(calls, began[::-1], locked[::-1])
+    except CudaError as error:
+        owed(error)
+        raise
 
 
 async def wake(

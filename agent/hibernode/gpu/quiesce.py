@@ -78,12 +78,8 @@ class Quiesced:
         try:
             await self.wake(journal)
         except HibernodeError as error:
-            log.error("%s", error)  # noqa: TRY400
-            owe(journal.dir)
-            return (
-                f"; the worker is not back on its GPU: {error.message}; the agent, its next dump and "
-                "'hibernode gc' try again"
-            )
+            _owe_in(journal, error)
+            return f"; the worker is not back on its GPU: {error.message}{cuda.AGAIN}"
         return ""
 
     def how_to_wake(self) -> str:
@@ -156,16 +152,13 @@ async def quiesce(
     seen = Seen(processes, seen.snapshot if fresh else await look_once(settings))
     used = seen.used()
 
-    def noted(held: Sequence[CudaProcess]) -> None:
-        journal.note(**{NOTE: [_note(each) for each in held]})
-        journal.write()
-
+    noted = partial(_note_in, journal)
     seconds: dict[str, float] = {}
     held = processes
     if by_plugin:
         noted(processes)
     else:
-        held, seconds = await cuda.quiesce(tool, processes, settings, noted)
+        held, seconds = await cuda.quiesce(tool, processes, settings, noted, partial(_owe_in, journal))
     facts = CudaFacts(
         strategy="criu-plugin" if by_plugin else "cuda-checkpoint",
         driver=seen.snapshot.versions.driver or "",
@@ -186,10 +179,23 @@ async def quiesce(
     if not by_plugin:
         try:
             _see_free(processes, held, await look(partial(cuda.cuda_processes, pid)))
-        except BaseException:
-            await uncut(done.wake(journal))
+        except BaseException as error:
+            left = await uncut(done.wake_or_say(journal))
+            if isinstance(error, HibernodeError):
+                error.message += left
             raise
     return done if held else None
+
+
+def _note_in(journal: Journal, held: Sequence[CudaProcess]) -> None:
+    journal.note(**{NOTE: [_note(each) for each in held]})
+    journal.write()
+
+
+def _owe_in(journal: Journal, error: HibernodeError) -> None:
+    """Keep the journal of processes that were not brought back, for who tries again."""
+    log.error("%s%s", error.message, cuda.AGAIN)
+    owe(journal.dir)
 
 
 def _see_free(before: Sequence[CudaProcess], held: Sequence[CudaProcess], now: Sequence[CudaProcess]) -> None:
