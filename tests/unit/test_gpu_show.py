@@ -259,6 +259,13 @@ def test_watch_goes_on_until_it_is_interrupted(node: tuple[Machine, dict[str, st
         assert "Traceback" not in process.stderr.read()
 
 
+def test_watch_takes_seconds_that_are_some(node: tuple[Machine, dict[str, str], Stub]) -> None:
+    """What nobody can wait for is a usage error, no trace."""
+    here, env, _ = node
+    for seconds in ("0", "inf", "1e300"):
+        assert "is not in the range" in here.refused(2, "gpu", "--watch", seconds, **env)
+
+
 def test_the_driver_that_hangs_ends_the_command(node: tuple[Machine, dict[str, str], Stub]) -> None:
     """After the deadline it says so; the thread that hangs does not keep the process."""
     here, env, stub = node

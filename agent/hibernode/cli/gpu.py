@@ -31,6 +31,7 @@ PROCESSES: Final = (
     "NOTE",
 )
 XIDS: Final = ("UUID", "XID", "COUNT", "LAST", "NOTE")
+DAY: Final = 86400.0
 CLEAR: Final = "\x1b[H\x1b[2J"
 """ECMA-48: cursor home, erase the page."""
 
@@ -62,7 +63,7 @@ CSV: Final = (
 @click.command("gpu")
 @click.option(
     "--watch",
-    type=click.FloatRange(min=0.2),
+    type=click.FloatRange(min=0.2, max=DAY),
     is_flag=False,
     flag_value=2.0,
     metavar="[SECONDS]",
@@ -91,7 +92,7 @@ def gpu_command(context: Context, watch: float | None, output: str) -> None:
         _show(found, output)
         if watch is None:
             return
-        time.sleep(watch)
+        time.sleep(min(DAY, watch))  # in this order also for what is no number
 
 
 def _show(found: dict[str, Any], output: str) -> None:

@@ -112,6 +112,8 @@ def findings(snapshot: Snapshot) -> list[Finding]:
             "reset or replace it, then look again",
             "GpuLost",
         )
+    elif trouble:
+        gpus = Finding("node.gpus", Verdict.SKIP, _GPUS, "nobody knows, see node.nvml")
     else:
         names = listed(f"{count} x {name}" for name, count in _counted(snapshot.gpus))
         gpus = Finding("node.gpus", Verdict.OK, _GPUS, names or "none")
