@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ from hibernode.artifact.manifest import CudaFacts
 from hibernode.criu import find
 from hibernode.errors import HibernodeError
 from hibernode.gpu import cuda, quiesce
-from hibernode.gpu.cuda import CudaProcess
+from hibernode.gpu.cuda import CudaProcess, Tool
 from hibernode.gpu.quiesce import Seen
 from hibernode.gpu.service import look_once
 from hibernode.gpu.state import NvmlState
+from hibernode.host import procfs
 from hibernode.host.safefs import Dir
 from hibernode.journal import Journal
 from hibernode.settings import GpuSettings
@@ -215,3 +216,39 @@ def test_a_program_is_killed_with_what_it_has_started(run: Run, tmp_path: Path) 
         seconds *= 2  # so slow a machine
     for pid in pids.read_text().split():
         node.until("end", partial(ended, int(pid)))
+
+
+@pytest.fixture
+def left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Tool, subprocess.Popen[bytes]]]:
+    """Run a call of a tool that is a script, as a dead agent has left it behind; it does not end."""
+    path = tmp_path / "cuda-checkpoint"
+    path.write_text("#!/bin/sh\ntrap '' TERM\nsleep 1000 &\nwait\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(quiesce, "LEFT_SECONDS", 0.1)
+    with subprocess.Popen([path, "--action", "lock", "--pid", "101"], start_new_session=True) as call:
+        node.until("start", lambda: procfs.cmdline(call.pid)[1:2] == [str(path)])
+        yield Tool(str(path), "580"), call
+        find.end_group(call.pid)
+
+
+def test_a_call_that_was_left_behind_is_ended_also_of_a_script(
+    left_behind: tuple[Tool, subprocess.Popen[bytes]],
+) -> None:
+    """It is known by its words, and is not one for another process."""
+    tool, call = left_behind
+    quiesce._end_left(tool, {102})
+    assert call.poll() is None
+    quiesce._end_left(tool, {101, 102})
+    assert call.wait(60) < 0
+
+
+def test_a_call_that_cannot_be_ended_is_waited_for_no_longer(
+    left_behind: tuple[Tool, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in the driver; who recovers says so and goes on."""
+    tool, call = left_behind
+    monkeypatch.setattr(quiesce, "end_group", lambda _pid: None)
+    with pytest.raises(HibernodeError, match=f"do not end: pids {call.pid}"):
+        quiesce._end_left(tool, {101})

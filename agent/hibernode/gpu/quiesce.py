@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -21,7 +21,7 @@ from typing import Any, Final
 from hibernode.apart import uncut
 from hibernode.artifact.layout import OWED
 from hibernode.artifact.manifest import CudaFacts, CudaProcessFacts, GpuFacts
-from hibernode.criu.find import clean_env, untrusted
+from hibernode.criu.find import clean_env, end_group, untrusted
 from hibernode.criu.options import NO_PLUGINS
 from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 from hibernode.gpu import cuda
@@ -275,22 +275,37 @@ def wake_noted(journal: dict[str, Any], settings: GpuSettings) -> None:
 
 
 def _end_left(tool: Tool, pids: set[int]) -> None:
-    """Wait for the calls that a dead agent has left behind for these processes, then end them."""
-    deadline = time.monotonic() + LEFT_SECONDS
-    while left := [pid for pid in procfs.all_stats() if _at(tool, pid, pids)]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                with suppress(ProcessLookupError), procfs.Process.open(pid) as process:
-                    if _at(tool, pid, pids):
-                        process.send_signal(signal.SIGKILL)
-            deadline = time.monotonic() + LEFT_SECONDS
-        time.sleep(0.02)
+    """Wait for the calls that a dead agent has left behind for these processes, then end them.
+
+    :raises CudaError: one does not end: it waits in the driver.
+    """
+    for kill in (True, False):
+        deadline = time.monotonic() + LEFT_SECONDS
+        while left := [pid for pid in procfs.all_stats() if _at(tool, pid, pids)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        else:
+            return
+        for pid in left if kill else ():
+            with suppress(ProcessLookupError), procfs.Process.open(pid):
+                if _at(tool, pid, pids):
+                    end_group(pid)
+    raise cuda.CudaError(
+        f"{cuda.NAME} calls that a dead agent has left behind do not end: pids {', '.join(map(str, left))}",
+        remedy="they wait in the driver: see the kernel's log (journalctl -k --grep NVRM)",
+        reason="CudaNotWoken",
+    )
 
 
 def _at(tool: Tool, pid: int, pids: set[int]) -> bool:
-    """Tell whether a process is a call of the tool for one of ``pids``."""
+    """Tell whether a process is a call of the tool, or of a script in its place, for one of ``pids``.
+
+    Calls are made where the agent is: a process of a container may be called as it likes.
+    """
     with suppress(OSError):
         words = procfs.cmdline(pid)
-        if procfs.exe(pid) == tool.path and "--pid" in words[:-1]:
-            return words[words.index("--pid") + 1] in map(str, pids)
+        if tool.path in (procfs.exe(pid), *words[:2]) and "--pid" in words[:-1]:
+            ours = procfs.namespaces(pid).get("mnt") == procfs.namespaces(os.getpid())["mnt"]
+            return ours and words[words.index("--pid") + 1] in map(str, pids)
     return False
