@@ -390,7 +390,8 @@ def _check(answers: Iterable[_Answer]) -> None:
         remedy="a lock waits for the GPU work of the process: those that work with each other (NCCL) must "
         "be idle, with their communicators torn down; or raise gpu.lock_seconds"
         if waits
-        else "see 'What a dump does to the GPU' in docs/gpu.md",
+        else "see 'What a dump does to the GPU' in docs/gpu.md; one that was cut may want more "
+        "gpu.quiesce_seconds",
         reason="CudaLockTimeout" if waits else "",
     )
 
