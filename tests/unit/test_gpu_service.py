@@ -338,9 +338,10 @@ async def test_numbers_without_end_are_counted_together(stub: Stub, make: Make) 
 
 
 async def test_a_gpu_without_events_costs_the_others_none(stub: Stub, make: Make) -> None:
-    """One that supports none, or that fails, is left out."""
+    """One that supports none, that fails, or that has no UUID, is left out."""
     for index in range(3):
         stub.add_gpu(index)
+    stub.add_gpu(3, uuid_="GPU-\x1b[2J")
     stub.set(0, events=0)
     stub.say("fail DeviceRegisterEvents 1 3")
     service = make(watch_events=True)

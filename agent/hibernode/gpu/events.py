@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from hibernode.gpu.nvml import GONE, OVER, TIMEOUT, Nvml, NvmlError, translated
+from hibernode.gpu.nvml import GONE, OVER, TIMEOUT, Nvml, NvmlError, named, translated
 from hibernode.gpu.state import Happened
 
 log = logging.getLogger("hibernode.gpu")
@@ -130,16 +130,16 @@ class EventWatch:
         uuids: dict[int | None, str] = {}
         for index in range(self._nvml.count()):
             try:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                uuid = str(pynvml.nvmlDeviceGetUUID(handle))
-                wanted = pynvml.nvmlDeviceGetSupportedEventTypes(handle) & sum(TYPES)
-                if wanted:
-                    pynvml.nvmlDeviceRegisterEvents(handle, wanted, events)
-                    uuids[_address(handle)] = uuid
-            except pynvml.NVMLError as error:
-                if error.value in OVER:
-                    raise NvmlError("events", int(error.value)) from error
-                log.debug("GPU %d reports no events: %s", index, error)
+                with translated(f"events of the GPU with index {index}"):
+                    handle, uuid = named(pynvml, index)
+                    wanted = pynvml.nvmlDeviceGetSupportedEventTypes(handle) & sum(TYPES)
+                    if wanted:
+                        pynvml.nvmlDeviceRegisterEvents(handle, wanted, events)
+                        uuids[_address(handle)] = uuid
+            except NvmlError as error:
+                if error.code in OVER:
+                    raise
+                log.debug("%s", error.message)
         return uuids
 
     def _one(self, pynvml: Any, events: Any, uuids: dict[int | None, str]) -> None:

@@ -211,9 +211,7 @@ class Nvml:
         :raises NvmlError: it does not even say its UUID, or nothing can be read from any GPU.
         """
         with self.use() as pynvml:
-            with translated(f"the GPU with index {index}"):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                uuid = _uuid(pynvml.nvmlDeviceGetUUID(handle))
+            handle, uuid = named(pynvml, index)
             try:
                 with translated("NVML"):
                     return _read(pynvml, handle, uuid, index)
@@ -221,6 +219,16 @@ class Nvml:
                 if error.code in OVER:
                     raise
                 return failed(index, error, uuid)
+
+
+def named(pynvml: Any, index: int) -> tuple[Any, str]:
+    """Find a GPU; its handle and its UUID.
+
+    :raises NvmlError: it does not say who it is.
+    """
+    with translated(f"the GPU with index {index}"):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        return handle, _uuid(pynvml.nvmlDeviceGetUUID(handle))
 
 
 def failed(index: int, error: NvmlError, uuid: str = "") -> Gpu:

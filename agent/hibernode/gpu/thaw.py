@@ -112,7 +112,7 @@ async def awaken(thaw: Thaw, cuda: CudaFacts, root: int, settings: GpuSettings) 
     except CudaError as error:  # its remedy is for a tree that lives
         raise CudaError(
             f"{error.message}; the restored tree was ended",
-            remedy="the kernel's log may say why (journalctl -k --grep NVRM), and a call that was cut may want "
+            remedy="the kernel's log may say why (journalctl -k --grep NVRM); a call that was cut may want "
             "more gpu.quiesce_seconds; the checkpoint is as it was",
             reason=error.reason,
         ) from error
