@@ -15,7 +15,7 @@ from tests.gpu.kit import GIB, NONE, SOURCE, UNKNOWN_MEMORY, Stub, mig_uuid, uui
 __all__ = ["library", "make", "stub", "told"]  # fixtures
 pytestmark = pytest.mark.gpu
 
-NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND = 3, 4, 13
+NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, VERSION_MISMATCH = 3, 4, 13, 25
 
 
 async def one(make: Make) -> Gpu:
@@ -133,10 +133,11 @@ async def test_not_available_is_no_number(stub: Stub, make: Make, number: int) -
     assert read.unavailable["power_watts"] == "Not Available"
 
 
-async def test_an_old_library_gives_memory_by_the_first_version(stub: Stub, make: Make) -> None:
-    """Where the second is not in the library, total, used and free still come."""
+@pytest.mark.parametrize("error", [FUNCTION_NOT_FOUND, VERSION_MISMATCH])
+async def test_an_old_library_gives_memory_by_the_first_version(stub: Stub, make: Make, error: int) -> None:
+    """Where the library has no second one, or another, total, used and free still come."""
     stub.add_gpu(0)
-    stub.say(f"fail DeviceGetMemoryInfo_v2 -1 {FUNCTION_NOT_FOUND}")
+    stub.say(f"fail DeviceGetMemoryInfo_v2 -1 {error}")
     read = (await one(make)).readings
     assert (read.memory_used_bytes, read.memory_reserved_bytes) == (GIB, None)
 

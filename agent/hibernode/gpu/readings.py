@@ -17,6 +17,9 @@ LEAST_ABSURD: Final = 1 << 63
 
 INVALID_ARGUMENT: Final = 2
 FUNCTION_NOT_FOUND: Final = 13
+ARGUMENT_VERSION_MISMATCH: Final = 25
+OLDER: Final = frozenset({FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH})
+"""nvml.h: with these an older call, or an older struct, may work."""
 
 Read = Callable[[Any, Any], Any]
 """From nvidia-ml-py's module and a handle to a value, or a tuple of as many as there are fields."""
@@ -61,7 +64,7 @@ def _either(pynvml: Any, *reads: Callable[[], Any]) -> Any:
         try:
             return read()
         except pynvml.NVMLError as error:
-            if error.value != FUNCTION_NOT_FOUND:
+            if error.value not in OLDER:
                 raise
     return last()
 
