@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from hibernode.artifact.layout import Artifact
 from hibernode.discovery.locate import Contract
 from hibernode.errors import HibernodeError
 from hibernode.host.procfs import Process
 from hibernode.workload import CheckpointId
+
+NOT_WOKEN: Final = "CapturedNotWoken"
+"""The reason of a checkpoint that is good, of a worker that was not brought back onto its GPU."""
 
 
 class Trigger(StrEnum):
@@ -51,6 +54,11 @@ class Outcome:
     phases: dict[str, float] = field(default_factory=dict)
     step: str = ""
     answered: bool = True
+
+    @property
+    def event_type(self) -> str:
+        """Which type of event tells it."""
+        return "Normal" if self.success and self.reason != NOT_WOKEN else "Warning"
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,7 @@ class Checkpointer:
         if work.gpu is not None and chosen.leave == "running":
             with work.journal.timed("wake"):
                 work.note = await uncut(work.gpu.wake_or_say(work.journal))
+            work.asleep = bool(work.note)
         elif work.gpu is not None and chosen.leave == "stopped":
             work.note = work.gpu.how_to_wake()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hibernode import seal
-from hibernode.answers import Outcome, Request
+from hibernode.answers import NOT_WOKEN, Outcome, Request
 from hibernode.apart import apart
 from hibernode.artifact.manifest import DiffFacts, LinkFacts, Manifest
 from hibernode.artifact.staging import Staging
@@ -54,6 +54,7 @@ class Work:
     on_gpu: Seen = NOTHING
     gpu: Quiesced | None = None
     note: str = ""
+    asleep: bool = False
     manifest: Manifest | None = None
     absent: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
 
@@ -118,7 +119,7 @@ def captured(work: Work) -> Outcome:
     return Outcome(
         id_,
         success=True,
-        reason="Captured",
+        reason=NOT_WOKEN if work.asleep else "Captured",
         message=f"{id_} captured"
         + (containers.not_carried(work.dump) if work.dump is not None else "")
         + work.note,

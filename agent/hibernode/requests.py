@@ -267,7 +267,7 @@ class Requests:
             return
         text = f"{outcome.message}, {outcome.bytes} bytes in {outcome.seconds:.2f} s, {outcome.path}"
         log.info("%s", text)
-        self.parts.events.add("Normal", "CheckpointSucceeded", outcome.id, text)
+        self.parts.events.add(outcome.event_type, "CheckpointSucceeded", outcome.id, text)
 
     def _say_restore(self, outcome: RestoreOutcome) -> None:
         self.parts.metrics.restore(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -138,6 +139,9 @@ def test_a_worker_that_is_not_woken_after_its_dump_is_named_and_woken_later(
     assert "the worker is not back on its GPU" in said
     (asleep,) = (pid for pid, state in zip(tree(root), tool.states(root), strict=True) if state != "running")
     assert f"pid {asleep} (worker) is checkpointed" in said
+    (event,) = json.loads(node.run("events", "-o", "json").stdout)["items"]
+    assert (event["type"], event["reason"]) == ("Warning", "CheckpointSucceeded")
+    assert "CapturedNotWoken" in event["message"]
     assert node.final_name(id_) == "whole"
     tool.control("fail restore 0")
     node.run("gc", check=None)

@@ -183,8 +183,8 @@ def _run(
             return await checkpointer.run(Request(id_, process, contract, Trigger.COMMAND, replace=replace))
 
     outcome = run_async(work)
-    event = ("Normal", "CheckpointSucceeded") if outcome.success else ("Warning", "CheckpointFailed")
-    note_event(settings, *event, id_, f"by hand: {outcome.reason}: {outcome.message}")
+    event = "CheckpointSucceeded" if outcome.success else "CheckpointFailed"
+    note_event(settings, outcome.event_type, event, id_, f"by hand: {outcome.reason}: {outcome.message}")
     if not outcome.success:
         raise failure(outcome)
     data = {

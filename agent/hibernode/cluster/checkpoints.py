@@ -224,7 +224,7 @@ class Checkpoints:
             text = (
                 f"{outcome.message}, {outcome.bytes} bytes in {outcome.seconds:.2f} s, {outcome.path}{told}"
             )
-            teller.both(ask, "Normal", "CheckpointSucceeded", text)
+            teller.both(ask, outcome.event_type, "CheckpointSucceeded", text)
         else:
             teller.both(ask, "Warning", "CheckpointFailed", sentence(outcome) + told)
         await self._give_back(ask)
