@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hibernode.gpu.calls import Calls, StuckError
+from hibernode.gpu.calls import MAX_LEFT, Calls, StuckError, _Lane
 from hibernode.gpu.checks import findings, gpu_troubles, health_checks, nvml_trouble, summary
 from hibernode.gpu.metrics import metrics
 from hibernode.gpu.roster import Roster
@@ -404,6 +404,25 @@ async def test_a_call_that_comes_back_late_is_asked_again() -> None:
     go.set()
     await until(lambda: not calls.stuck)
     assert await calls.run("one", lambda: 1, 30) == 1
+    calls.close()
+
+
+async def test_looks_that_begin_anew_leave_no_end_of_threads_behind() -> None:
+    """Each dump looks once; while the driver hangs the later ones wait for nothing and cost no thread."""
+    go = threading.Event()
+
+    def left() -> int:
+        return sum(isinstance(each, _Lane) and each.left > 0 for each in threading.enumerate())
+
+    await until(lambda: not left())
+    for _ in range(MAX_LEFT + 3):
+        with pytest.raises(StuckError):
+            await Calls().run("NVML", go.wait, 0.001)
+    assert left() == MAX_LEFT
+    go.set()
+    await until(lambda: not left())
+    calls = Calls()
+    assert await calls.run("NVML", lambda: 1, 30) == 1
     calls.close()
 
 

@@ -1,7 +1,8 @@
 """Calls that may never come back, made off the event loop: one worker thread, a deadline for each call.
 
 A call that passes its deadline is *stuck*: its thread is left behind with it, and a new one takes over. Its
-subject is not called again until it has come back, so a subject costs one thread at most.
+subject is not called again until it has come back, so a subject costs one thread at most, and of those who
+begin anew for each look no more than :data:`MAX_LEFT` do.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from hibernode.errors import DeadlineError
 
 T = TypeVar("T")
+
+MAX_LEFT: Final = 32
+"""Twice the GPUs of a machine. With more threads left behind nothing new is called in this process."""
 
 
 class StuckError(DeadlineError):
@@ -46,6 +50,9 @@ class Calls:
         """
         if subject in self._stuck:
             raise StuckError(subject, self._stuck[subject])
+        left = [thread.left for thread in threading.enumerate() if isinstance(thread, _Lane) and thread.left]
+        if len(left) >= MAX_LEFT:
+            raise StuckError(subject, min(left))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         lane = self._lane = self._lane or _Lane()
@@ -54,7 +61,7 @@ class Calls:
         await asyncio.wait({future}, timeout=deadline)
         if future.done():
             return future.result()
-        self._stuck[subject] = since
+        self._stuck[subject] = lane.left = since
         self._lane = None
         lane.close()
         future.add_done_callback(lambda done: self._back(subject, done))
@@ -88,12 +95,14 @@ def _settle(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], work: Ca
         loop.call_soon_threadsafe(deliver)
 
 
-class _Lane:
-    """A daemon thread that does one thing after another."""
+class _Lane(threading.Thread):
+    """A daemon thread that does one thing after another. ``left``: since when it is left behind, 0 if not."""
 
     def __init__(self) -> None:
+        super().__init__(name="hibernode-gpu", daemon=True)
+        self.left = 0.0
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="hibernode-gpu", daemon=True).start()
+        self.start()
 
     def put(self, job: Callable[[], None]) -> None:
         self._queue.put(job)
@@ -102,6 +111,6 @@ class _Lane:
         """End after what is under way."""
         self._queue.put(None)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while (job := self._queue.get()) is not None:
             job()
