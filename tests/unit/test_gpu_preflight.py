@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 
 from hibernode.gpu.cuda import CudaProcess, cuda_processes
-from hibernode.gpu.preflight import NCCL, GpuLook, OnGpu, _processes, doctor_finding, findings, look_at
-from hibernode.gpu.state import GpuProcess, NvmlState, Snapshot
+from hibernode.gpu.preflight import (
+    NCCL,
+    GpuLook,
+    OnGpu,
+    _processes,
+    doctor_finding,
+    findings,
+    look_at,
+    unlisted,
+)
+from hibernode.gpu.state import Gpu, GpuProcess, NvmlState, Readings, Snapshot
 from hibernode.host import procfs
 from hibernode.host.procfs import Process
 from hibernode.preflight import Facts, gather
@@ -62,8 +71,10 @@ CASES: list[tuple[str, dict[str, Any], str, Verdict]] = [
     ("driver", {"driver": "", "why": "NVML is absent: none"}, "NVML is absent", Verdict.SKIP),
     ("host_memory", {"free_bytes": 10 * GIB}, "10.0 GiB free", Verdict.FAIL),
     ("host_memory", {"why": "NVML is stuck: x"}, "NVML is stuck", Verdict.SKIP),
+    ("host_memory", {"why": "no list", "free_bytes": 10 * GIB}, "10.0 GiB free", Verdict.FAIL),
     ("space", {"free": 10 * GIB}, "10.0 GiB free on /store", Verdict.FAIL),
     ("sharing", {"held": (GpuProcess(100, ("compute",), 1, "MIG-7"),)}, "MIG-7", Verdict.FAIL),
+    ("sharing", {"why": "x", "held": (GpuProcess(100, ("mps",), 1),)}, "client of MPS", Verdict.FAIL),
     (
         "sharing",
         {"held": (GpuProcess(100, ("compute", "mps"), 1),)},
@@ -83,6 +94,19 @@ def test_what_is_not_well_is_said(check: str, changes: dict[str, Any], words: st
     row = rows_of(**changes)[check]
     assert (row.verdict, words in row.found) == (verdict, True), row
     assert verdict is Verdict.SKIP or (row.remedy and row.reason)
+
+
+def test_what_nvml_does_not_list_is_not_taken_for_nothing() -> None:
+    """No list, or one without the tree, says nothing of what it has; without a device it has nothing."""
+    gpu = Gpu("GPU-1", 0)
+    silent = Gpu("GPU-2", 1, processes=None, readings=Readings(unavailable={"processes": "No Permission"}))
+    up = Snapshot(NvmlState.UP, gpus=(gpu,))
+    linked = CudaProcess(102, 3, "linked", 1)
+    assert unlisted(WELL.processes, WELL.held, up) == ""
+    assert unlisted([linked], (), up) == ""
+    assert "lists no process of this tree" in unlisted(WELL.processes, (), up)
+    silent_too = Snapshot(NvmlState.UP, gpus=(gpu, silent))
+    assert "GPU-2: No Permission" in unlisted(WELL.processes, WELL.held, silent_too)
 
 
 def test_one_process_needs_no_nccl() -> None:

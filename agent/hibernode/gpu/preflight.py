@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -110,7 +110,7 @@ def _look(seen: Seen, uvm: Collection[int], settings: GpuSettings) -> OnGpu:
         processes,
         held,
         snapshot.versions.driver or "",
-        unknown(snapshot),
+        unknown(snapshot) or unlisted(processes, held, snapshot),
         _free_bytes(processes[0].pid),
         tool,
         error,
@@ -118,6 +118,20 @@ def _look(seen: Seen, uvm: Collection[int], settings: GpuSettings) -> OnGpu:
         tuple(node for node in NODES if not os.path.exists(node)),  # noqa: PTH110 - of the agent's own /dev
         {each.pid: _nccl(each.pid) for each in processes},
     )
+
+
+def unlisted(processes: Sequence[CudaProcess], held: Sequence[GpuProcess], snapshot: Snapshot) -> str:
+    """Say why NVML may tell less than the tree has on the GPUs; empty where it tells of it.
+
+    A tree that has a device open and is not listed at all is one whose pids the driver knows otherwise.
+    """
+    for gpu in snapshot.gpus:
+        if gpu.processes is None:
+            why = gpu.readings.unavailable.get("processes", "")
+            return f"NVML has no list of the processes of {gpu.title}: {why}"
+    if not held and any(each.devices for each in processes):
+        return "NVML lists no process of this tree: does the agent see the pids of the node (hostPID)?"
+    return ""
 
 
 def _tool(settings: GpuSettings, *, devices: bool) -> tuple[str, Finding | None]:
@@ -223,8 +237,6 @@ def _driver(seen: OnGpu) -> Finding:
 
 def _kinds(seen: OnGpu) -> Finding:
     """See that no process is on a MIG device or a client of MPS: NVIDIA's tool knows neither."""
-    if seen.why:
-        return Finding("cuda.sharing", Verdict.SKIP, "whole GPUs, no MIG and no MPS", seen.why)
 
     def offenders() -> Iterator[str]:
         for each in seen.held:
@@ -233,10 +245,13 @@ def _kinds(seen: OnGpu) -> Finding:
             if "mps" in each.kinds:
                 yield f"pid {each.pid} is a client of MPS"
 
+    found = list(offenders())
+    if seen.why and not found:
+        return Finding("cuda.sharing", Verdict.SKIP, "whole GPUs, no MIG and no MPS", seen.why)
     return row(
         "cuda.sharing",
         "whole GPUs, no MIG and no MPS",
-        offenders(),
+        found,
         remedy="run the worker on a whole GPU, without nvidia-cuda-mps-control",
         reason="GpuShared",
         fine=f"{len(seen.held)} processes on whole GPUs",
@@ -246,7 +261,7 @@ def _kinds(seen: OnGpu) -> Finding:
 def _memory(seen: OnGpu) -> Finding:
     """See that the GPU's bytes fit into the host's memory: the worker takes them, and is killed if not."""
     need = seen.gpu_bytes + SPARE_MEMORY_BYTES
-    if seen.why:
+    if seen.why and seen.free_bytes >= seen.gpu_bytes:
         return Finding("cuda.host_memory", Verdict.SKIP, "host memory for the GPU's", seen.why)
     return row(
         "cuda.host_memory",
