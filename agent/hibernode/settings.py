@@ -225,10 +225,16 @@ class GpuSettings(_Section):
         Path("/usr/lib/criu"), description="directory with cuda_plugin.so, for gpu.quiesce=criu-plugin"
     )
     lock_seconds: Seconds = Field(
-        10.0, ge=0.1, le=86400, description="for one process to finish its GPU work and be locked"
+        10.0,
+        ge=0.1,
+        le=86400,
+        description="for one process to finish its GPU work and be locked, or to be unlocked",
     )
     quiesce_seconds: Seconds = Field(
-        300.0, ge=0.1, le=86400, description="for one other call of cuda-checkpoint, which copies GPU memory"
+        300.0,
+        ge=0.1,
+        le=86400,
+        description="for a checkpoint or a restore of one process, which copies GPU memory",
     )
     start_seconds: Seconds = Field(
         30.0,

@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -178,6 +178,24 @@ def test_a_tool_or_a_plugin_that_others_could_change_is_not_run(tmp_path: Path) 
     (tmp_path / "cuda_plugin.so").chmod(0o666)
     with pytest.raises(HibernodeError, match="can be written by others"):
         quiesce.plugins(settings, tool)
+
+
+async def test_only_what_copies_memory_may_take_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that hangs makes other calls hang (NCCL); the worker must not wait for minutes then."""
+    deadlines = {}
+
+    async def run(argv: Sequence[str], deadline: float) -> tuple[int | None, str]:
+        deadlines[argv[2] if argv[1] == "--action" else argv[1]] = deadline
+        return 0, ""
+
+    monkeypatch.setattr(cuda, "_run", run)
+    calls = cuda._Calls(
+        Tool("/tool", "580"), GpuSettings(lock_seconds=10, quiesce_seconds=300, start_seconds=30)
+    )
+    for call in ("lock", "checkpoint", "restore", "unlock", "get-state", "get-restore-tid"):
+        await calls.all(call, [ONE])
+    short = dict.fromkeys(("lock", "unlock", "--get-state", "--get-restore-tid"), 40.0)
+    assert deadlines == {"checkpoint": 330.0, "restore": 330.0, **short}
 
 
 def ended(pid: int) -> bool:

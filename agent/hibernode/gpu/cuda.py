@@ -332,7 +332,8 @@ class _Calls:
             self._began.setdefault(call, []).append(process)
             began = time.monotonic()
             deadline = self._settings.start_seconds
-            deadline += self._settings.lock_seconds if call == "lock" else self._settings.quiesce_seconds
+            copies = call in ("checkpoint", "restore")
+            deadline += self._settings.quiesce_seconds if copies else self._settings.lock_seconds
             code, text = await _run([self._tool.path, *self._words(call, process)], deadline)
             seconds = time.monotonic() - began
             late = code is None or (code != 0 and call == "lock" and seconds >= self._settings.lock_seconds)
