@@ -190,6 +190,7 @@ def test_a_worker_that_a_failed_quiesce_has_left_locked_is_woken_later(
         said = dump(node, root, ok=False)
         assert "is locked" in said
         assert "its next dump and 'hibernode gc' try again" in said
+        assert "gpu.quiesce_seconds; 'cuda-checkpoint --get-state" in said
     assert tool.states(root) == ["locked"] * PROCESSES
     tool.control()
     node.run("gc")

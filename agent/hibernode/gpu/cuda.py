@@ -198,7 +198,9 @@ async def quiesce(
             if not isinstance(error, CudaError):
                 raise error from problem
             raise CudaError(
-                f"{error.message}; {problem.message}{AGAIN}", remedy=problem.remedy, reason=problem.reason
+                f"{error.message}; {problem.message}{AGAIN}",
+                remedy=f"{error.remedy}; {problem.remedy}",
+                reason=problem.reason,
             ) from error
         raise
     return held, calls.seconds
