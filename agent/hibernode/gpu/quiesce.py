@@ -151,15 +151,7 @@ async def quiesce(
     fresh = set(processes) <= set(seen.processes)
     seen = Seen(processes, seen.snapshot if fresh else await look_once(settings))
     used = seen.used()
-
-    noted = partial(_note_in, journal)
-    seconds: dict[str, float] = {}
-    held = processes
-    if by_plugin:
-        noted(processes)
-    else:
-        held, seconds = await cuda.quiesce(tool, processes, settings, noted, partial(_owe_in, journal))
-    facts = CudaFacts(
+    facts = CudaFacts(  # made before anything is touched: what the driver says may not fit into a manifest
         strategy="criu-plugin" if by_plugin else "cuda-checkpoint",
         driver=seen.snapshot.versions.driver or "",
         tool=tool.version,
@@ -171,10 +163,18 @@ async def quiesce(
                 gpu_bytes=used[each.pid],
                 state="plugin" if by_plugin else "checkpointed",
             )
-            for each in held
+            for each in processes
         ),
-        seconds={call: seconds[call] for call in ("lock", "checkpoint") if call in seconds},
     )
+    noted = partial(_note_in, journal)
+    held = processes
+    if by_plugin:
+        noted(processes)
+    else:
+        held, seconds = await cuda.quiesce(tool, processes, settings, noted, partial(_owe_in, journal))
+        taken = (its for its, each in zip(facts.processes, processes, strict=True) if each in held)
+        times = {call: seconds[call] for call in ("lock", "checkpoint") if call in seconds}
+        facts = facts.model_copy(update={"processes": tuple(taken), "seconds": times})
     done = Quiesced(tool, settings, facts, held, libdir)
     if not by_plugin:
         try:
