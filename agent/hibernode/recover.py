@@ -229,9 +229,10 @@ def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None, gpu: 
             Freezer(Path(directory), version).thaw()
     step = str(journal.get("step", ""))
     worker_lives = settle_from_note(journal)
+    woken = ""
     if journal.get("boot_id", boot_id()) == boot_id():
         try:
-            wake_noted(journal, gpu)
+            woken = wake_noted(journal, gpu)
         except HibernodeError:
             owe(staging.dir)  # the journal stays, and whoever comes next tries again
             raise
@@ -242,12 +243,14 @@ def _checkpoint(store: Store, staging: Staging, signals: SignalDir | None, gpu: 
         if path is not None:
             _answer(answers, id_, path=path)
             store.discard(staging)
-            return Recovered(id_, "checkpoint", step, Ending.FINISHED, f"{id_} is whole and in the store")
+            return Recovered(
+                id_, "checkpoint", step, Ending.FINISHED, f"{id_} is whole and in the store{woken}"
+            )
         if step == Step.ANNOUNCE:
             error = str(journal.get("error") or "the agent ended before it could answer")
             _answer(answers, id_, error=error)
             store.discard(staging)
-            return Recovered(id_, "checkpoint", step, Ending.FAILED, error)
+            return Recovered(id_, "checkpoint", step, Ending.FAILED, error + woken)
     store.discard(staging)
     if worker_lives or not step:  # without a step nothing has begun, and who the worker is is not known
         return Recovered(

@@ -193,6 +193,7 @@ def test_a_worker_that_a_failed_quiesce_has_left_locked_is_woken_later(
         assert "gpu.quiesce_seconds; 'cuda-checkpoint --get-state" in said
     assert tool.states(root) == ["locked"] * PROCESSES
     tool.control()
+    assert cut or "; its CUDA processes are on the GPU now" in node.run("gc").stdout
     node.run("gc")
     assert free(tool, root)
 

@@ -259,8 +259,8 @@ def owe(directory: Dir) -> None:
         directory.write_atomic(OWED, b"", 0o600, sync=False)
 
 
-def wake_noted(journal: dict[str, Any], settings: GpuSettings) -> None:
-    """Wake the processes that a dead agent has noted, wherever it has stopped. Blocks.
+def wake_noted(journal: dict[str, Any], settings: GpuSettings) -> str:
+    """Wake the processes that a dead agent has noted, wherever it has stopped; a sentence's end. Blocks.
 
     :raises CudaError: some are not back on the GPU.
     :raises HibernodeError: there is no tool to do it with.
@@ -268,10 +268,12 @@ def wake_noted(journal: dict[str, Any], settings: GpuSettings) -> None:
     noted = journal.get(NOTE)
     keys = [key for each in noted if (key := noted_key(each))] if isinstance(noted, list) else []
     processes = cuda.alive([CudaProcess(key.pid, key.pid, "noted", key.start_ticks) for key in keys])
-    if processes:
-        tool = cuda.find_tool(settings)
-        _end_left(tool, {each.pid for each in processes})
-        asyncio.run(cuda.wake(tool, processes, settings, unsure=True))
+    if not processes:
+        return ""
+    tool = cuda.find_tool(settings)
+    _end_left(tool, {each.pid for each in processes})
+    asyncio.run(cuda.wake(tool, processes, settings, unsure=True))
+    return "; its CUDA processes are on the GPU now"
 
 
 def _end_left(tool: Tool, pids: set[int]) -> None:
