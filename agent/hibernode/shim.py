@@ -47,6 +47,9 @@ LOG_NAME = "restore.log"
 OUTPUT_NAME = "criu.out"
 """In the restore's directory: CRIU's own log, and what it, or we in its place, have printed."""
 
+OUTPUT_BYTES = 64 << 10
+"""Of what CRIU prints so much is kept; beyond it its writes fail, so that it fills no disk."""
+
 
 def main() -> int:
     """Run the restore in the directory given, then wait for the worker to end."""
@@ -219,8 +222,11 @@ class Shim:
         self.save(phase="criu")
         if self.container:
             self.container.prepare()
+        output = os.memfd_create(OUTPUT_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.truncate(output, OUTPUT_BYTES)
+        fcntl.fcntl(output, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         with self.container.pids() if self.container else contextlib.nullcontext():
-            pid = self.start(argv, fds)
+            pid = self.start(argv, fds, output)
         for fd in fds:
             os.close(fd)
         if self.spec["read_ahead"]:
@@ -235,13 +241,16 @@ class Shim:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         os.close(pidfd)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), timed_out
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError), open(OUTPUT_NAME, "wb") as file:  # noqa: PTH123 - as above
+            file.write(os.pread(output, os.lseek(output, 0, os.SEEK_CUR), 0))
+        os.close(output)
+        return code, timed_out
 
-    def start(self, argv: list[str], fds: list[int]) -> int:
+    def start(self, argv: list[str], fds: list[int], output: int) -> int:
         """Fork and exec CRIU in a group of its own, to die with us; by hand, for subprocess takes 10 ms."""
         if not os.access(argv[0], os.X_OK):
             raise OSError(errno.ENOENT, f"{argv[0]} cannot be started")
-        output = os.open(OUTPUT_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
@@ -262,7 +271,6 @@ class Shim:
                 os.write(2, f"{type(error).__name__}: {error}\n".encode())
             finally:
                 os._exit(127)
-        os.close(output)
         os.close(null)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # whichever of the two comes first; before a signal to the group

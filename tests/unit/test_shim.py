@@ -559,6 +559,15 @@ def test_criu_s_output_is_kept(restore: Restore) -> None:
     assert "PATH" not in (restore.path / "env").read_text()
 
 
+def test_output_of_criu_without_an_end_fills_no_disk(restore: Restore) -> None:
+    """Beyond what is kept its writes fail; what came first is there."""
+    restore.run(
+        "os.write(1, b'begun'); left = 1000000\nwhile left: left -= os.write(1, bytes(left))\nsys.exit(1)"
+    )
+    kept = (restore.path / "criu.out").read_bytes()
+    assert (kept[:5], len(kept)) == (b"begun", shim.OUTPUT_BYTES)
+
+
 def test_reading_ahead_does_no_harm(restore: Restore) -> None:
     """Images are read ahead where they can be; what is missing or no file is passed over."""
     (restore.path / "pages-1.img").write_bytes(b"x" * 10_000)
