@@ -294,7 +294,9 @@ class Agent:
                 if entry.key is not None and entry.phase is Phase.RUNNING:
                     self.requests.restored_keys.add(entry.key)
                 ended = entry.phase in (Phase.EXITED, Phase.LOST) and entry.key is not None
-                if ended and (before is None or before.phase is not entry.phase) and not entry.reported:
+                # One that has not begun yet is LOST too, and has no worker.
+                new = before is None or (before.phase, before.key) != (entry.phase, entry.key)
+                if ended and new and not entry.reported:
                     await asyncio.to_thread(self.requests.say_ended, entry)
                     await self._forget_marker(entry)
                     await asyncio.to_thread(restored.mark_reported, self.state, entry)

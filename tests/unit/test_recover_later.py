@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from hibernode import recover, restored
 from hibernode.container.leftovers import MARKER
+from hibernode.daemon import Agent
 from hibernode.errors import BusyError, RefusedError
 from hibernode.host import procfs
 from hibernode.journal import JOURNAL, Step
@@ -222,6 +225,29 @@ def test_the_marker_of_a_worker_that_has_ended_without_its_shim_is_forgotten(
         )
     recover.forget_marker(node.state, restored.read(node.state, path.name))
     assert (tmp_path / "restored").exists() is later
+
+
+async def test_a_worker_that_was_never_seen_to_run_is_told_of_when_it_ends(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen before it began, and then when shim and worker had ended: LOST twice, and not the same."""
+    path = leave(node, Step.RESTORE)
+    told: list[restored.Restored] = []
+    turns = iter([False, True, False])
+
+    async def rest(_seconds: float) -> None:
+        if next(turns):  # the last one ends the watch
+            write(path / "state.json", {"phase": "running", "pid": 1 << 22, "start_ticks": 1})
+
+    async def forget(_entry: restored.Restored) -> None:
+        pass
+
+    monkeypatch.setattr(asyncio, "sleep", rest)
+    requests = SimpleNamespace(restored_keys=set(), say_ended=told.append)
+    agent = SimpleNamespace(state=node.state, requests=requests, _restored={}, _forget_marker=forget)
+    with pytest.raises(RuntimeError):
+        await Agent._watch_restored(cast("Agent", agent))
+    assert [entry.phase for entry in told] == [restored.Phase.LOST]
 
 
 def test_the_marker_in_a_container_that_goes_on_is_forgotten(filled: Filled) -> None:
