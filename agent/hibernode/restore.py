@@ -221,7 +221,7 @@ class Restorer:
             pid=int(state["pid"]),
             start_ticks=int(state["start_ticks"]),
             reason="Restored",
-            message=f"{request.id} restored as pid {state['pid']}",
+            message=f"{request.id} restored as pid {state['pid']}{thaw.moved()}",
             directory=str(work.directory.path),
         )
 
@@ -231,6 +231,7 @@ class Restorer:
         await self._step(work, Step.WAKE_GPU)
         journal = work.journal
         with journal.timed("wake-gpu"):
+            journal.note(gpu_map=thaw.device_map)
             journal.note(woken=await awaken(thaw, manifest.cuda, root, self.settings.gpu))
         journal.phases["criu"] = -journal.phases["wake-gpu"]  # it is within CRIU's time, which is added then
 

@@ -25,6 +25,10 @@ class Thaw:
     device_map: str = ""
     tool: Tool | None = None
 
+    def moved(self) -> str:
+        """Tell of the worker's other GPUs, for the answer; empty where each has its own."""
+        return f", on other GPUs: {self.device_map}" if self.device_map else ""
+
 
 def plan(manifest: Manifest, settings: GpuSettings, here: Here) -> Thaw:
     """Compare the GPUs, and find the program that wakes the processes. Blocks on its first start."""
