@@ -164,6 +164,27 @@ def publication(
     )
 
 
+def frame(kind: int, flags: int, stream: int, data: bytes = b"") -> bytes:
+    """Write a frame of HTTP/2 (RFC 9113, section 4.1): DATA is 0, HEADERS 1, RST_STREAM 3, SETTINGS 4."""
+    return len(data).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + data
+
+
+def asking(method: str, stream: int) -> bytes:
+    """Write the HEADERS frame of a call; its fields are literals (RFC 7541, section 6.2.2)."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": f"/model_express.p2p.P2pService/{method}",
+        ":authority": "here",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    block = b"".join(
+        b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in pair) for pair in fields.items()
+    )
+    return frame(1, 4, stream, block)
+
+
 @asynccontextmanager
 async def serving(
     places: Any = None, reviewer: Any = None, records: Any = None, **settings: Any

@@ -21,9 +21,23 @@ from hypothesis import strategies as st
 from hibernode.daemon import Agent
 from hibernode.errors import HibernodeError, StorageError
 from hibernode.host.procfs import read_stat
+from hibernode.metadata.frames import Unfinished
 from hibernode.metadata.front import PREFACE, Doors
+from hibernode.metadata.shares import Share
 from hibernode.settings import MetadataSettings, Settings
-from tests.unit.service_kit import CODE, P2P, A, B, open_files, pod, publication, refused, serving
+from tests.unit.service_kit import (
+    CODE,
+    P2P,
+    A,
+    B,
+    asking,
+    frame,
+    open_files,
+    pod,
+    publication,
+    refused,
+    serving,
+)
 
 ROOT = Path(__file__).parents[2]
 SLACK = 8
@@ -253,11 +267,83 @@ async def test_too_many_requests_at_one_time_are_refused() -> None:
                 assert error.code() is CODE.RESOURCE_EXHAUSTED
             async with service.client(pod(B)) as other:
                 waiting = asyncio.create_task(other.list())
-                await until(lambda: service.methods._working[B] == 1)
+                await until(lambda: service.methods._working.of(B) == 1)
                 release.set()
                 assert await waiting == []
             await asyncio.gather(*calls, return_exceptions=True)
             assert await greedy.list() == []
+
+
+async def test_requests_that_do_not_end_cannot_fill_the_memory() -> None:
+    """GRPC keeps what has come of each, so the door counts it and cuts off who has too much under way."""
+    async with serving() as service:
+        shares = service.front._unfinished = Share(64 << 10, "bytes")
+        service.who = pod(A)
+        _, writer = await asyncio.open_unix_connection(str(service.path))
+        writer.write(PREFACE + frame(4, 0, 0))
+        part = b"\0" + (1 << 20).to_bytes(4) + bytes(10 << 10)
+        writer.write(asking("PublishMetadata", 1) + frame(0, 0, 1, part))
+        await until(lambda: shares.of(A) == len(part))
+        async with service.client(pod(B)) as other:
+            await other.publish(count=200)
+        assert shares.total == len(part)
+        writer.write(frame(3, 0, 1, bytes(4)))  # given up: its bytes are free again
+        await until(lambda: shares.total == 0)
+        writer.write(asking("PublishMetadata", 3) + frame(0, 0, 3, part))
+        await until(lambda: shares.total == len(part))
+        writer.write(asking("PublishMetadata", 5) + frame(0, 0, 5, part))
+        await until(lambda: service.front.refused["TooMuchAtOnce"] == 1)
+        await until(lambda: shares.total == 0 and service.front.connections <= 1)
+        writer.transport.abort()
+
+
+async def test_answers_that_nobody_reads_cannot_fill_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """They count until they are with their caller, and who leaves them behind makes no noise in the log."""
+    async with serving() as service:
+        methods = service.methods
+        methods._bytes = Share(8 << 20, "bytes")
+        async with service.client(pod(A)) as owner:
+            source = await owner.publish(nixl_metadata=bytes(900 << 10))
+        request = P2P.GetMetadataRequest(mx_source_id=source, worker_id="w0").SerializeToString()
+        data = b"\0" + len(request).to_bytes(4) + request
+        service.who = pod(A)
+        _, writer = await asyncio.open_unix_connection(str(service.path))
+        writer.write(PREFACE + frame(4, 0, 0))
+        for stream in range(1, 21, 2):
+            writer.write(asking("GetMetadata", stream) + frame(0, 1, stream, data))
+        exhausted = {"method": "GetMetadata", "result": "RESOURCE_EXHAUSTED"}
+        await until(lambda: service.sample("hibernode_metadata_requests_total", **exhausted) == 8)
+        assert methods.working >= 2
+        assert 1 << 20 < methods._bytes.total < 2 << 20
+        async with service.client(pod(B)) as other:
+            assert (await other.get(source, "w0")).found
+        writer.transport.abort()
+        await until(lambda: methods.working == 0 and methods._bytes.total == 0)
+        assert "ExecuteBatchError" not in caplog.text
+
+
+def test_bytes_of_a_request_count_until_either_side_ends_it() -> None:
+    """However the frames are cut; padding and frames of the connection itself do not confuse it."""
+    asked = (
+        frame(4, 0, 0, bytes(12))
+        + asking("PublishMetadata", 1)
+        + frame(0, 0, 1, bytes(100))
+        + frame(8, 0, 0, bytes(4))
+        + asking("GetMetadata", 3)
+        + frame(0, 8, 3, bytes(50))
+        + asking("ListSources", 5)
+        + frame(0, 1, 5, bytes(25))
+    )
+    for size in (1, 2, 7, 9, 10, len(asked)):
+        unfinished = Unfinished()
+        for at in range(0, len(asked), size):
+            unfinished.asked(asked[at : at + size])
+        assert unfinished.bytes == 150
+        unfinished.answered(frame(0, 0, 3, bytes(5)) + frame(1, 5, 3))
+        assert unfinished.bytes == 100
+        unfinished.asked(frame(0, 1, 1))
+        unfinished.answered(frame(3, 0, 7, bytes(4)))
+        assert unfinished.bytes == 0
 
 
 async def test_a_deadline_ends_a_request_that_takes_too_long() -> None:
@@ -269,7 +355,7 @@ async def test_a_deadline_ends_a_request_that_takes_too_long() -> None:
 
         service.backend.list_workers = never
         assert (await refused(client.list()))[0] is CODE.DEADLINE_EXCEEDED
-        assert not service.methods._working
+        assert not service.methods.working
 
 
 async def test_callers_that_hang_up_leave_nothing_behind() -> None:
@@ -292,7 +378,7 @@ async def test_callers_that_hang_up_leave_nothing_behind() -> None:
         for _ in range(5):
             await call_and_go()
             gc.collect()  # a channel of gRPC's closes its socket when it is freed
-        await until(lambda: not service.methods._watching and not service.front.connections)
+        await until(lambda: not service.methods.watching and not service.front.connections)
         assert open_files() <= before + SLACK
 
 

@@ -2,9 +2,10 @@
 
 gRPC for Python does not tell who is at the other end of a Unix socket, and has no limit on connections. So
 gRPC listens on a socket in a private directory only, and this module listens where workers connect: it
-learns who a caller is, waits for the first bytes of HTTP/2, and then hands bytes on. Its end of the
-private connection is bound to a name that the kernel chose, which gRPC gives as the peer's address: that
-tells a method who called. Half-open connections never reach gRPC.
+learns who a caller is, waits for the first bytes of HTTP/2, and then hands bytes on, as long as not too many
+of them are of requests that do not end. Its end of the private connection is bound to a name that the kernel
+chose, which gRPC gives as the peer's address: that tells a method who called. Half-open connections never
+reach gRPC.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hibernode.errors import HibernodeError
+from hibernode.errors import HibernodeError, TooLargeError
 from hibernode.metadata.access import Caller
+from hibernode.metadata.frames import Unfinished
+from hibernode.metadata.shares import Share
 
 log = logging.getLogger("hibernode.metadata")
 
@@ -40,10 +43,14 @@ FLUSH_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Limits: connections in all, connections of one caller, seconds until the first bytes are there."""
+    """Limits: connections in all and of one caller, bytes of unfinished requests, seconds to the first bytes.
+
+    Of the bytes a caller may have a quarter.
+    """
 
     connections: int = 512
     per_caller: int = 64
+    unfinished: int = 256 << 20
     preface_seconds: float = 5.0
 
 
@@ -60,6 +67,7 @@ class Front:
         self._served: dict[asyncio.Task[None], Caller] = {}
         self._pipes: set[_Pipe] = set()
         self._held: Counter[str] = Counter()
+        self._unfinished = Share(doors.unfinished, "bytes")
         self._callers: dict[str, Caller] = {}
         self.refused: Counter[str] = Counter()
         self.barred: Callable[[Caller], bool] = lambda _: False
@@ -137,7 +145,7 @@ class Front:
         """Carry one connection from its first bytes to its end."""
         loop, name = asyncio.get_running_loop(), ""
         inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        pipe = _Pipe()
+        pipe = _Pipe(lambda more: self._count(caller, more))
         self._pipes.add(pipe)
         try:
             with contextlib.suppress(TimeoutError, OSError):
@@ -159,6 +167,7 @@ class Front:
                     await pipe.ended.wait()
         finally:
             pipe.abort()
+            self._unfinished.give(caller.key, pipe.counted)
             self._pipes.discard(pipe)
             self._callers.pop(name, None)
             sock.close()
@@ -166,6 +175,15 @@ class Front:
             self._held[caller.key] -= 1
             if not self._held[caller.key]:
                 del self._held[caller.key]
+
+    def _count(self, caller: Caller, more: int) -> bool:
+        """Count bytes of requests that have not ended; False: the caller has too many."""
+        try:
+            self._unfinished.take(caller.key, more) if more > 0 else self._unfinished.give(caller.key, -more)
+        except TooLargeError as error:
+            self.refused[error.reason] += 1
+            return False
+        return True
 
     @staticmethod
     async def _preface(sock: socket.socket) -> bytes | None:
@@ -180,10 +198,15 @@ class Front:
 
 
 class _Pipe:
-    """Two transports that hand each other what they read, no faster than the other end takes it."""
+    """Two transports that hand each other what they read, no faster than the other end takes it.
 
-    def __init__(self) -> None:
-        self.ends = (_End(self), _End(self))
+    ``count`` is told how many bytes more are of requests that have not ended; it says whether that may be.
+    """
+
+    def __init__(self, count: Callable[[int], bool]) -> None:
+        self.counted = 0
+        self._count, self._unfinished = count, Unfinished()
+        self.ends = (_End(self, self._unfinished.asked), _End(self, self._unfinished.answered))
         self.ends[0].other, self.ends[1].other = self.ends[1], self.ends[0]
         self.closing, self.ended = asyncio.Event(), asyncio.Event()
         self._open = len(self.ends)
@@ -194,6 +217,15 @@ class _Pipe:
         self.closing.set()
         if not self._open:
             self.ended.set()
+
+    def admits(self) -> bool:
+        """Count what has changed; False: the connection is to end."""
+        now = self._unfinished.bytes
+        if now != self.counted:
+            if not self._count(now - self.counted):
+                return False
+            self.counted = now
+        return True
 
     def start(self, first: bytes) -> None:
         """Begin to read, with what was read already going to the inner end."""
@@ -213,8 +245,8 @@ class _Pipe:
 class _End(asyncio.Protocol):
     """One end of a pipe."""
 
-    def __init__(self, pipe: _Pipe) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: _Pipe, note: Callable[[bytes], None]) -> None:
+        self._pipe, self._note = pipe, note
         self.other: _End | None = None
         self.transport: asyncio.Transport | None = None
 
@@ -234,7 +266,11 @@ class _End(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         assert self.other is not None
-        self.other.write(data)
+        self._note(data)
+        if self._pipe.admits():
+            self.other.write(data)
+        else:
+            self._pipe.abort()
 
     def eof_received(self) -> bool:
         """Let what is on its way to the other end arrive; HTTP/2 has no use for half a connection."""

@@ -23,6 +23,7 @@ from hibernode.metadata.meter import Meter
 from hibernode.metadata.nixl_ports import NixlPorts
 from hibernode.metadata.owners import OwnerWatch
 from hibernode.metadata.reaper import LEASE, Limits, Reaper
+from hibernode.metadata.shares import LARGEST
 from hibernode.settings import Settings
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class MetadataPart:
         )
         found = self._settings
         self._front = Front(
-            self._private / "grpc.sock", Doors(found.connections, max(1, found.connections // 8))
+            self._private / "grpc.sock",
+            Doors(found.connections, max(1, found.connections // 8), LARGEST * found.max_message_bytes),
         )
         self._blobs = Blobs(
             seconds=found.confirm_seconds,
@@ -135,6 +137,7 @@ class MetadataPart:
                 request_seconds=found.request_seconds,
                 requests=found.requests,
                 watches=found.watches,
+                message_bytes=found.max_message_bytes,
                 locality=found.locality,
             ),
         )
@@ -142,6 +145,7 @@ class MetadataPart:
             ports = NixlPorts(found.nixl_listen, self._service.confirmed_blob, reachable=found.nixl_open)
             await ports.check()
             self._service.ports = ports
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
         self._grpc = grpc.aio.server(options=_options(found.max_message_bytes))
         self._grpc.add_generic_rpc_handlers(self._service.handlers())
         try:
@@ -345,6 +349,11 @@ class MetadataPart:
     def _ports(self) -> int:
         ports = None if self._service is None else self._service.ports
         return 0 if ports is None else len(ports)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Keep out of the log what gRPC says, with a trace, of each caller that went before its answer."""
+    return not record.getMessage().startswith("ExecuteBatchError")
 
 
 def _options(max_message: int) -> list[tuple[str, int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from hibernode.metadata.meter import Meter
 from hibernode.metadata.nixl_ports import NixlPorts
 from hibernode.metadata.owners import OwnerWatch
 from hibernode.metadata.records import PodRef, SourceInstance, SourceRecord, SourceStatus
+from hibernode.metadata.shares import LARGEST, Share
 from hibernode.metadata.times import MS
 from hibernode.metadata.view import View
 from hibernode.metadata.wire import (
@@ -82,12 +82,16 @@ _KINDS: Final = {ChangeKind.PUT: 1, ChangeKind.GONE: 2, ChangeKind.SYNCED: 3}
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Seconds, and how many requests and watches at one time; one caller may have a quarter of them."""
+    """Seconds, how many requests and watches at one time, and the largest request.
+
+    One caller may have a quarter; of bytes under way there may be eight times the largest request.
+    """
 
     heartbeat_seconds: float = 90.0
     request_seconds: float = 10.0
     requests: int = 256
     watches: int = 256
+    message_bytes: int = 32 << 20
     locality: bool = True
 
 
@@ -110,7 +114,8 @@ class Service:
         self._backend, self._gate, self._places, self._blobs = backend, gate, places, blobs
         self._owners = owners
         self._meter, self._caller, self._rules, self._clock = meter, caller, rules, clock
-        self._working, self._watching = Counter[str](), Counter[str]()
+        self._working, self._watching = Share(rules.requests, "requests"), Share(rules.watches, "watches")
+        self._bytes = Share(LARGEST * rules.message_bytes, "bytes")
         self._large = asyncio.Semaphore(LARGE)
         self.ready = False
         self.ports: NixlPorts | None = None
@@ -118,12 +123,12 @@ class Service:
     @property
     def working(self) -> int:
         """Requests in work."""
-        return self._working.total()
+        return self._working.total
 
     @property
     def watching(self) -> int:
         """Open watches."""
-        return self._watching.total()
+        return self._watching.total
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Build what :meth:`grpc.aio.Server.add_generic_rpc_handlers` takes."""
@@ -172,22 +177,20 @@ class Service:
             began, result, sent = time.monotonic(), "CANCELLED", b""
             try:
                 caller = self._known(context)
-                self._begin(self._working, caller, self._rules.requests)
-                try:
-                    async with asyncio.timeout(self._seconds_for(context)):
-                        admitted = await self._admit(caller, context)
-                        if len(data) <= SMALL:
-                            good, sent = await work(_decode(method.request, data), admitted)
-                        elif name != "PublishMetadata":
-                            raise TooLargeError(f"a {name} of {len(data)} bytes")
-                        else:
-                            async with self._large:
-                                await asyncio.to_thread(check_fields, data)
-                                request = await asyncio.to_thread(_decode, method.request, data)
-                                good, sent = await work(request, admitted)
-                finally:
-                    _end(self._working, caller)
-                result = "ok" if good else "rejected"
+                _hold(context, self._working, caller)
+                _hold(context, self._bytes, caller, len(data))
+                async with asyncio.timeout(self._seconds_for(context)):
+                    admitted = await self._admit(caller, context)
+                    if len(data) <= SMALL:
+                        good, answer = await work(_decode(method.request, data), admitted)
+                    else:
+                        _check_large(name, data)
+                        async with self._large:
+                            await asyncio.to_thread(check_fields, data)
+                            request = await asyncio.to_thread(_decode, method.request, data)
+                            good, answer = await work(request, admitted)
+                _hold(context, self._bytes, caller, len(answer))
+                result, sent = "ok" if good else "rejected", answer
             except _AbortError as error:
                 result = error.code.name
                 await context.abort(error.code, error.text)
@@ -224,11 +227,6 @@ class Service:
         if admitted is None:
             raise _AbortError(_Code.UNAUTHENTICATED, "this port wants a bearer token that the cluster knows")
         return admitted
-
-    def _begin(self, counter: Counter[str], caller: Caller, most: int) -> None:
-        if counter.total() >= most or counter[caller.key] >= max(1, most // 4):
-            raise _AbortError(_Code.RESOURCE_EXHAUSTED, "too many requests at one time; try again later")
-        counter[caller.key] += 1
 
     def _seconds_for(self, context: Any) -> float:
         left = context.time_remaining()
@@ -384,11 +382,10 @@ class Service:
     # streams ------------------------------------------------------------------------------------------
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        began, result, caller = time.monotonic(), "ok", None
+        began, result = time.monotonic(), "ok"
         try:
-            found = self._known(context)
-            self._begin(self._watching, found, self._rules.watches)
-            caller = found
+            caller = self._known(context)
+            _hold(context, self._watching, caller)
             await self._admit(caller, context)
             source = SourceId(request.mx_source_id) if request.mx_source_id else None
             async for change in self._backend.watch(source):
@@ -401,8 +398,6 @@ class Service:
             result = code.name
             await context.abort(code, _said(error))
         finally:
-            if caller is not None:
-                _end(self._watching, caller)
             self._meter.ended("Watch", result, time.monotonic() - began)
 
     async def _check_health(self, request: Any, context: Any) -> Any:
@@ -412,20 +407,16 @@ class Service:
         return HEALTH.HealthCheckResponse(status=status)
 
     async def _watch_health(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        caller = self._known(context)
         try:
-            self._begin(self._watching, caller, self._rules.watches)
-        except _AbortError as error:
-            await context.abort(error.code, error.text)
-        try:
-            last = -1
-            while True:
-                if (status := self._health_of(request.service)) != last:
-                    last = status
-                    yield HEALTH.HealthCheckResponse(status=status)
-                await asyncio.sleep(HEALTH_SECONDS)
-        finally:
-            _end(self._watching, caller)
+            _hold(context, self._watching, self._known(context))
+        except TooLargeError as error:
+            await context.abort(_Code.RESOURCE_EXHAUSTED, _said(error))
+        last = -1
+        while True:
+            if (status := self._health_of(request.service)) != last:
+                last = status
+                yield HEALTH.HealthCheckResponse(status=status)
+            await asyncio.sleep(HEALTH_SECONDS)
 
     def _health_of(self, service: str) -> int:
         if service not in ("", P2P_SERVICE):
@@ -441,10 +432,13 @@ class _AbortError(Exception):
         self.code, self.text = code, text
 
 
-def _end(counter: Counter[str], caller: Caller) -> None:
-    counter[caller.key] -= 1
-    if counter[caller.key] <= 0:
-        del counter[caller.key]
+def _hold(context: Any, share: Share, caller: Caller, amount: int = 1) -> None:
+    """Have a part of a share until the call is over, and its answer with the caller.
+
+    :raises TooLargeError: there is none left.
+    """
+    share.take(caller.key, amount)
+    context.add_done_callback(lambda _: share.give(caller.key, amount))
 
 
 def _decode(kind: Any, data: bytes) -> Any:
@@ -454,6 +448,12 @@ def _decode(kind: Any, data: bytes) -> Any:
         return kind.FromString(data)
     except DecodeError:
         raise _AbortError(_Code.INVALID_ARGUMENT, "the message cannot be decoded") from None
+
+
+def _check_large(name: str, data: bytes) -> None:
+    """Refuse what only a publication may be."""
+    if name != "PublishMetadata":
+        raise TooLargeError(f"a {name} of {len(data)} bytes")
 
 
 def _check_complete(request: Any) -> None:
