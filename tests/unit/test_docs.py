@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
+from hibernode.cli.main import cli
 from hibernode.config import KEYS, SECTIONS
 from hibernode.container.dump import ROOTFS, SHM
 from hibernode.container.mountplan import SKIPPED
+from hibernode.errors import HibernodeError
 from hibernode.placeholder import INSTALLED_NAME
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +97,33 @@ def test_tests_that_the_table_of_defects_names_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "metadata.md").read_text()))
     sources = "".join(path.read_text() for path in (ROOT / "tests" / "unit").glob("*metadata*.py"))
     assert named - set(re.findall(r"def (test_\w+)", sources)) == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_that_documents_show_exist(document: Path) -> None:
+    """Each has its subcommand and its options, in an order in which they can be typed."""
+    text = document.read_text()
+    lines = re.findall(r"(?m)^    (?:make \w+.*\n    )?hibernode (.*)", text) + re.findall(
+        r"`hibernode ([^`]*)`", text
+    )
+    for line in lines:
+        words = shlex.split(re.split(r"[|;]|  ", line)[0], comments=True)
+        command: click.Command = cli
+        context = click.Context(cli)
+        while True:
+            try:
+                context = command.make_context(None, words, context)
+            except click.NoSuchOption as error:
+                raise AssertionError(f"hibernode {line}: {error.format_message()}") from None
+            except (click.ClickException, HibernodeError):
+                break  # a placeholder, or a value that is left out
+            if not isinstance(command, click.Group) or not (
+                words := [*context._protected_args, *context.args]
+            ):
+                break
+            _, found, words = command.resolve_command(context, words)
+            assert found is not None, line
+            command = found
 
 
 def test_the_readme_leads_to_every_document() -> None:
