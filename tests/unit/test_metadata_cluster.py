@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any
 
+import pytest
+
 from hibernode.metadata.locality import reachable, survey
+from hibernode.metadata.mapping import ANNOTATION_OWNER, owner_of
 from tests.unit.cgroup_kit import Cgroups, _cgroup_kit, box, container_id, pod_uid  # noqa: F401 - a fixture
 from tests.unit.kube_fake import FakeKube, Fault
 from tests.unit.metadata_kit import kube_backend
-from tests.unit.service_kit import CODE, READY, A, B, pod, refused, serving
+from tests.unit.service_kit import CODE, READY, A, B, pod, publication, refused, serving
 
 NAMES: dict[str, Any] = {"pod_uid": A, "pod_name": "decode-0", "pod_namespace": "ns"}
 
 
 async def test_in_a_cluster_a_record_belongs_to_its_pods_object() -> None:
-    """The owner outlives the agent; a pod that tells no name is remembered, and no owner is made up."""
+    """The owner outlives the agent, also a pod's that tells no name: no reference is made up for it."""
     async with FakeKube() as kube:
         async with serving(records=kube_backend(kube.url, time.time_ns, total=1.0)) as service:
             async with service.client(pod(A)) as worker:
@@ -37,10 +41,36 @@ async def test_in_a_cluster_a_record_belongs_to_its_pods_object() -> None:
         assert owners["nameless"] == []
         async with serving(records=kube_backend(kube.url, time.time_ns, total=1.0)) as service:
             async with service.client(pod(B)) as stranger:
-                assert (await refused(stranger.status(source, "named")))[0] is CODE.PERMISSION_DENIED
+                for name, rank in (("named", 0), ("nameless", 1)):
+                    assert (await refused(stranger.status(source, name, rank)))[0] is CODE.PERMISSION_DENIED
             async with service.client(pod(A)) as worker:
                 assert (await worker.status(source, "nameless", 1)).success
                 assert (await worker.status(source, "named")).success
+
+
+async def test_a_record_of_another_namespaces_pod_is_nobody_elses_on_any_node() -> None:
+    """No reference leads out of a namespace, so the object says by itself whose it is, to every agent."""
+    async with FakeKube() as kube:
+        here, there = (kube_backend(kube.url, time.time_ns, total=1.0) for _ in range(2))
+        async with serving(records=here) as one, serving(records=there) as two:
+            async with one.client(pod(A)) as worker:
+                source = await worker.publish("w0", **{**NAMES, "pod_namespace": "team"})
+            async with two.client(pod(B)) as stranger:
+                while not await stranger.list(status_filter=READY):
+                    await asyncio.sleep(0.01)
+                for call in (
+                    stranger.status(source, "w0", status=3),
+                    stranger.call("PublishMetadata", publication("w0")),
+                ):
+                    assert (await refused(call))[0] is CODE.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("uid", ["uid:0", "loopback", "container::0123", ""])
+def test_an_object_cannot_name_an_owner_that_is_no_pod(uid: str) -> None:
+    """Else who may write objects could have every agent take one for its own node's, and connect to it."""
+    reference = {"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": uid}
+    assert owner_of({"ownerReferences": [reference]}) is None
+    assert owner_of({"annotations": {ANNOTATION_OWNER: uid}}) is None
 
 
 async def test_an_api_server_that_is_down_is_unavailable_and_comes_back() -> None:

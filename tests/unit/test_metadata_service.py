@@ -12,7 +12,8 @@ from hibernode.errors import IntegrityError, UnavailableError, UsageError
 from hibernode.host.procfs import read_stat
 from hibernode.metadata.access import Caller, Gate, Reviewed, outermost
 from hibernode.metadata.backends.sqlite import SqliteBackend
-from hibernode.metadata.records import PodRef, SourceStatus
+from hibernode.metadata.mapping import owner_reference
+from hibernode.metadata.records import NOBODY, PodRef, SourceStatus
 from hibernode.metadata.service import HEALTH
 from hibernode.metadata.token_review import reviewed
 from tests.unit.service_kit import (
@@ -30,6 +31,7 @@ from tests.unit.service_kit import (
     serving,
     tensors,
 )
+from tests.unit.test_nixl_blob import make_blob
 
 # semantics ----------------------------------------------------------------------------------------------
 
@@ -58,6 +60,22 @@ async def test_a_publication_comes_back_whole() -> None:
         assert list(worker.tensors) == list(worker.tensor_source.tensors) == tensors()
         assert (worker.status, dict(worker.topology)) == (READY, {"host": "n"})
         assert worker.updated_at > 0
+
+
+async def test_a_blob_of_another_agent_is_neither_taken_nor_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published under a wrong name it is rejected; where another writer let it in, it is no answer."""
+    blob = make_blob(agent=b"other")
+    async with serving() as service, service.client() as client:
+        answer = await client.call("PublishMetadata", publication(nixl_metadata=blob, agent_name="mine"))
+        assert not answer.success
+        assert "BlobAgentMismatch" in answer.message
+        monkeypatch.setattr("hibernode.metadata.gate.refuse_foreign", lambda *_: None)
+        source = await client.publish(nixl_metadata=blob, agent_name="mine")
+        code, text = await refused(client.get(source, "w0"))
+        assert (code, "BlobAgentMismatch" in text) == (CODE.DATA_LOSS, True)
+        for worker, name in (("w1", "other"), ("w2", "")):
+            await client.publish(worker, nixl_metadata=blob, agent_name=name)
+            assert (await client.get(source, worker)).worker.nixl_metadata == blob
 
 
 async def test_legacy_tensors_session_ids_and_artifacts_are_taken() -> None:
@@ -373,6 +391,9 @@ def test_the_outermost_container_below_the_agent_counts() -> None:
 async def test_a_pod_without_a_name_gets_no_owner_that_a_cluster_would_collect() -> None:
     """Only names that the caller told itself, for its own uid, reach an owner reference."""
     gate = Gate(keep_names=False)
-    assert gate.owner(pod(A), PodRef("", "", "")) is None
+    nameless = gate.owner(pod(A), PodRef("", "", ""))
+    assert nameless == PodRef(NOBODY, A, NOBODY)
+    assert owner_reference(nameless, "ns") == []
+    assert gate.owner(Caller("uid:7"), PodRef("", "", "")) is None
     assert gate.owner(pod(A), PodRef("p", A, "n")) == PodRef("p", A, "n")
     assert gate.owner(pod(A, pod=PodRef("q", A, "m")), PodRef("p", A, "n")) == PodRef("q", A, "m")

@@ -18,11 +18,11 @@ from kubernetes.aio.client import Configuration
 from hibernode.errors import RefusedError
 from hibernode.host import procfs
 from hibernode.kube.api import KubeApi
-from hibernode.metadata.access import NOBODY, Caller
+from hibernode.metadata.access import Caller
 from hibernode.metadata.living import Living
 from hibernode.metadata.owners import OwnerWatch
 from hibernode.metadata.reaper import LEASE
-from hibernode.metadata.records import PodRef, SourceInstance
+from hibernode.metadata.records import NOBODY, PodRef, SourceInstance
 from tests.unit.kube_fake import LEASES, FakeKube, Fault
 from tests.unit.metadata_kit import POD, until
 from tests.unit.service_kit import CODE, LOCAL, FixedPlaces, Running, refused, serving

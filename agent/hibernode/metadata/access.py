@@ -28,7 +28,7 @@ from hibernode.errors import RefusedError
 from hibernode.host import cgroups, linux
 from hibernode.host.procfs import read_stat
 from hibernode.listen import peer
-from hibernode.metadata.records import PodRef, SourceInstance
+from hibernode.metadata.records import NOBODY, PodRef, SourceInstance
 from hibernode.workload import ProcessKey
 
 SO_PEERPIDFD: Final = 77
@@ -36,9 +36,6 @@ SO_PEERPIDFD: Final = 77
 
 LOOPBACK: Final = "loopback"
 ROOT: Final = "uid:0"
-NOBODY: Final = "-"
-"""Stands for name and namespace of an owner that is no pod."""
-
 MAX_CLAIMS: Final = 65_536
 TOKEN_SECONDS: Final = 60.0
 """How long a token's review is believed; the stock client reads its file again as often."""
@@ -190,7 +187,7 @@ class Gate:
 
     :param reviewer: asks about tokens; without one TCP is for this machine only.
     :param accounts: user names that tokens must be of; empty: all that the API server knows.
-    :param keep_names: whether the backend can keep an owner that is no pod, or a pod of unknown name.
+    :param keep_names: whether the backend can keep an owner that is no pod.
     """
 
     def __init__(
@@ -262,7 +259,7 @@ class Gate:
             return caller.pod
         if asked.uid and asked.name and asked.namespace:
             return asked
-        return PodRef(NOBODY, caller.key, NOBODY) if self._keep_names else None
+        return PodRef(NOBODY, caller.key, NOBODY) if caller.pod_uid or self._keep_names else None
 
     def check(self, caller: Caller, standing: SourceInstance | None, key: tuple[str, str]) -> None:
         """Refuse a change of another's record.

@@ -16,10 +16,10 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from hibernode.errors import HibernodeError, RefusedError
+from hibernode.errors import HibernodeError, IntegrityError, RefusedError
 from hibernode.metadata.gate import check_worker
 from hibernode.metadata.locality import Node, reachable, split_endpoint
-from hibernode.metadata.nixl_blob import read_header, require_agent
+from hibernode.metadata.nixl_blob import read_header, refuse_foreign, require_agent
 from hibernode.metadata.nixl_wire import fetch_blob
 from hibernode.metadata.records import BackendPayload, BackendType, SourceInstance, SourceRecord, WorkerRecord
 from hibernode.metadata.shelf import ContentKey, content_key
@@ -81,6 +81,8 @@ class Blobs:
 
         ``owner`` is whose the record is; ``node`` None: no worker is to be asked. Returns also whether the
         worker has confirmed it.
+
+        :raises IntegrityError: ``BlobAgentMismatch``: another writer's record has another agent's blob.
         """
         worker = record.worker
         assert worker is not None
@@ -88,6 +90,7 @@ class Blobs:
             key = content_key(record.instance)
             entry = self._entries.get(key)
             if entry is None or entry.digest:
+                refuse_foreign(worker.payload.nixl, worker.agent_name, IntegrityError)
                 entry = _Entry(found_parts(record), "", 0.0)
                 self._put(key, entry)
             return entry.encoded, False

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Final
 
 from hibernode.errors import InvalidArgumentError, TooLargeError
+from hibernode.metadata.nixl_blob import refuse_foreign
 from hibernode.metadata.records import (
     I64_MAX,
     U32_MAX,
@@ -74,6 +75,7 @@ def check_worker(worker: WorkerRecord) -> None:
         payload.type is BackendType.TRANSFER_ENGINE
     ):
         raise InvalidArgumentError(f"a payload of type {payload.type} carries what another type does")
+    refuse_foreign(payload.nixl, worker.agent_name, InvalidArgumentError)
     if worker.artifact is not None:
         _check_artifact(worker.artifact, worker.tensors)
     if len(worker.tensors) > TENSORS_MAX:

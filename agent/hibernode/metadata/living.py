@@ -11,10 +11,9 @@ from typing import Any, Final
 from hibernode.errors import UnavailableError
 from hibernode.kube.api import NOT_FOUND, KubeApi, KubeStatusError
 from hibernode.kube.objects import metadata_of
-from hibernode.metadata.access import NOBODY
 from hibernode.metadata.locality import Places
 from hibernode.metadata.owners import OwnerWatch
-from hibernode.metadata.records import PodRef, SourceInstance
+from hibernode.metadata.records import NOBODY, PodRef, SourceInstance
 
 ANSWER_SECONDS: Final = 60.0
 """How long an answer of the API server holds: two scans of the reaper."""

@@ -19,6 +19,7 @@ from hibernode.kube.objects import metadata_of
 from hibernode.metadata.identity import alias_of, identity_from
 from hibernode.metadata.records import (
     I64_MAX,
+    NOBODY,
     U32_MAX,
     ArtifactSource,
     BackendPayload,
@@ -44,7 +45,13 @@ LABEL_RANK: Final = f"{GROUP}/worker"
 ANNOTATION_IDENTITY: Final = "hibernode.io/source-identity"
 """The identity as JSON: the schema has no place for it, and the server forgets it."""
 
+ANNOTATION_OWNER: Final = "hibernode.io/owner"
+"""The uid of the pod that published: an owner reference needs its name, and leads to no other namespace."""
+
 _NAME: Final = re.compile(r"mx-source-([0-9a-f]{16})-([a-z0-9](?:[-a-z0-9]*[a-z0-9])?)", re.ASCII)
+_POD_UID: Final = re.compile(r"[0-9a-f][-0-9a-f]{0,63}", re.ASCII)
+"""A UUID, or a static pod's digest; no other word is a pod, and least of all another kind of our owners."""
+
 _ARTIFACT: Final = {
     "artifactId": "artifact_id",
     "totalSize": "total_size",
@@ -313,14 +320,17 @@ def owner_reference(owner: PodRef | None, namespace: str) -> list[dict[str, Any]
 
 
 def owner_of(metadata: Mapping[str, Any]) -> PodRef | None:
-    """Find the pod that owns an object."""
-    references = metadata.get("ownerReferences")
+    """Find the pod that owns an object: by its reference, else by our annotation."""
+    references, annotations = metadata.get("ownerReferences"), metadata.get("annotations")
+    owner = PodRef(NOBODY, "", NOBODY)
+    if isinstance(annotations, dict):
+        owner = replace(owner, uid=str(annotations.get(ANNOTATION_OWNER, "")))
     for one in references if isinstance(references, list) else []:
         if isinstance(one, dict) and one.get("kind") == "Pod" and one.get("apiVersion") == "v1":
-            return PodRef(
-                str(one.get("name", "")), str(one.get("uid", "")), str(metadata.get("namespace", ""))
-            )
-    return None
+            space = str(metadata.get("namespace", ""))
+            owner = PodRef(str(one.get("name", "")), str(one.get("uid", "")), space)
+            break
+    return owner if _POD_UID.fullmatch(owner.uid) else None
 
 
 def identity_of(metadata: Mapping[str, Any], source_id: str) -> SourceIdentity | None:

@@ -14,7 +14,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from hibernode.errors import RefusedError
+from hibernode.errors import HibernodeError, RefusedError
 
 MAX_BLOB_BYTES: Final = 16 << 20
 """UCX over TCP takes 44 bytes a memory region, EFA 242: enough for 69,000 regions of the larger kind."""
@@ -140,18 +140,37 @@ def blob_digest(blob: bytes) -> str:
     return hashlib.sha256(blob).hexdigest()
 
 
+def refuse_foreign(blob: bytes, agent: str, error: type[HibernodeError]) -> None:
+    """Refuse a published blob that is plainly another agent's.
+
+    A layout that is not known here may be another NIXL's, and a record need not name its agent: both pass.
+
+    :raises HibernodeError: ``BlobAgentMismatch``, as an ``error``.
+    """
+    try:
+        header = read_header(blob) if agent else None
+    except RefusedError:
+        return
+    if header is not None and header.agent != agent:
+        raise _mismatch(error, header, agent)
+
+
 def require_agent(header: BlobHeader, agent: str) -> None:
     """Insist that a blob is of the agent that its record names.
 
     :raises RefusedError: ``BlobAgentMismatch``; who loads it would reach another agent, or none.
     """
     if header.agent != agent:
-        raise RefusedError(
-            f"the NIXL blob is of agent {header.agent!r}, its record names {agent!r:.200}",
-            remedy="the worker publishes its record and its blob again, together",
-            reason="BlobAgentMismatch",
-            agent=header.agent,
-        )
+        raise _mismatch(RefusedError, header, agent)
+
+
+def _mismatch(error: type[HibernodeError], header: BlobHeader, agent: str) -> HibernodeError:
+    return error(
+        f"the NIXL blob is of agent {header.agent!r}, its record names {agent!r:.200}",
+        remedy="the worker publishes its record and its blob again, together",
+        reason="BlobAgentMismatch",
+        agent=header.agent,
+    )
 
 
 def too_large(size: int, most: int) -> RefusedError:

@@ -110,6 +110,10 @@ class BackendPayload:
     session_id: str = ""
 
 
+NOBODY: Final = "-"
+"""Stands for name and namespace of an owner of which only the uid is known, or that is no pod."""
+
+
 @dataclass(frozen=True, slots=True)
 class PodRef:
     """A pod that owns a record. Which node it is on, the pod's own object says."""

@@ -13,6 +13,7 @@ from hibernode.kube.objects import metadata_of
 from hibernode.metadata.identity import identity_text
 from hibernode.metadata.mapping import (
     ANNOTATION_IDENTITY,
+    ANNOTATION_OWNER,
     GROUP,
     KIND,
     LABEL_RANK,
@@ -35,6 +36,9 @@ MAX_STATUS_BYTES: Final = 1_400_000
 def object_body(name: str, namespace: str, identity: SourceIdentity, owner: PodRef | None) -> dict[str, Any]:
     """Write a record's object but for its status."""
     source_id, worker_id = ids_of_name(name) or ("", "")
+    annotations = {ANNOTATION_IDENTITY: identity_text(identity)}
+    if owner is not None:
+        annotations[ANNOTATION_OWNER] = owner.uid
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
@@ -42,7 +46,7 @@ def object_body(name: str, namespace: str, identity: SourceIdentity, owner: PodR
             "name": name,
             "namespace": namespace,
             "labels": {LABEL_SOURCE: source_id, LABEL_WORKER: worker_id},
-            "annotations": {ANNOTATION_IDENTITY: identity_text(identity)},
+            "annotations": annotations,
             "ownerReferences": owner_reference(owner, namespace),
         },
         "spec": {
