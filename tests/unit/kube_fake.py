@@ -58,7 +58,10 @@ class StatusError(Exception):
 
 @dataclass
 class Fault:
-    """What happens to a request: an answer, silence, a cut connection; before or after its effect."""
+    """What happens to a request: an answer, silence, a cut connection; before or after its effect.
+
+    404 is that of a path that the server does not know.
+    """
 
     code: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -179,6 +182,8 @@ class FakeKube:
             self.asked.append((request.method, request.path, dict(request.query), body))
             answer = self._answer(request, body)
         except StatusError as error:
+            if not error.reason:
+                return web.Response(status=error.code, text="404 page not found\n")
             status = {"kind": "Status", "status": "Failure", "code": error.code, "reason": error.reason}
             return web.json_response({**status, "message": error.message}, status=error.code)
         if fault is not None:
@@ -191,6 +196,8 @@ class FakeKube:
         if fault.cut or fault.silent:
             cut(request)
             return web.Response()
+        if fault.code == 404:
+            return web.Response(status=404, text="404 page not found\n")
         status = {"kind": "Status", "code": fault.code, "reason": "Injected", "message": "as it was told"}
         return web.json_response(status, status=fault.code, headers=fault.headers)
 
@@ -381,7 +388,7 @@ def parsed(path: str) -> tuple[str, str, str | None, str | None]:
     """Take a path apart: namespace (empty for all), kind, name, subresource."""
     match = PATH.fullmatch(path)
     if match is None or match[3] not in GROUPS.get(match[1], ()):
-        raise StatusError(404, "NotFound", "the server could not find the requested resource")
+        raise StatusError(404, "")
     return match[2] or "", match[3], match[4], match[5]
 
 

@@ -621,6 +621,36 @@ async def test_no_crd_is_said(fake: FakeKube) -> None:
     assert caught.value.reason == "NoCrd"
 
 
+async def test_a_kind_that_is_gone_is_an_outage_and_no_missing_record(fake: FakeKube, store: Store) -> None:
+    """The definition was removed, or a proxy answers: nobody is told that a record is not there."""
+    found = await store.backend.publish_metadata(BASE, "w0", central())
+    fake.fail(99, OBJECTS, Fault(404))
+    key, backend = (found.source_id, "w0"), store.backend
+    for work in (
+        store.other.get_metadata(*key),
+        backend.update_status(*key, 0, SourceStatus.READY, store.clock.ms),
+        backend.remove_worker(*key),
+        backend.publish_metadata(BASE, "w1", central()),
+    ):
+        with pytest.raises(UnavailableError) as caught:
+            await work
+        assert caught.value.reason == "NoCrd"
+
+
+async def test_what_keeps_the_list_from_being_kept_up_is_said_at_once(fake: FakeKube) -> None:
+    """Long before the list is too old to be served; and no more once the API server is heard again."""
+    backend = await impatient(fake)
+    assert backend.stats().trouble == ""
+    fake.fail(9999, OBJECTS, Fault(403))
+    await fake.down()
+    await fake.up()
+    await until(lambda: "forbids" in backend.stats().trouble)
+    assert backend.stats().synced
+    fake.faults.clear()
+    await until(lambda: not backend.stats().trouble)
+    await backend.close()
+
+
 async def test_an_answer_that_is_no_object_is_no_empty_list(fake: FakeKube) -> None:
     """A proxy in between may answer 200 with a page of its own."""
     fake.fail(99, "GET", Fault(200))

@@ -76,6 +76,8 @@ def _metadata(found: dict[str, Any]) -> list[str]:
         f"metadata   {found['socket']} ({found['backend']}): "
         + (f"{records}, {found['connections']} connections" if found["ready"] else "not ready")
     ]
+    if found["trouble"]:
+        lines.append(f"  {found['trouble']}")
     if found["unreadable"]:
         lines.append(f"  {found['unreadable']} objects that no record can be made of")
     if found["listAgeSeconds"] >= 1:

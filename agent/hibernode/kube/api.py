@@ -162,6 +162,13 @@ class KubeApi:
                         remedy="give the agent's service account the rights that daemonset/rbac has for it",
                         reason="ApiForbidden",
                     ) from error
+                if error.code == NOT_FOUND and not error.reason:
+                    # No Status of an object: the path is one that the server, or a proxy, does not know.
+                    raise UnavailableError(
+                        f"the Kubernetes API does not know {path}",
+                        remedy="is the object's kind installed?",
+                        reason="NoCrd",
+                    ) from error
                 if error.code not in TRANSIENT:
                     raise
                 why: Exception = error

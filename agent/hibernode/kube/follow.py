@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from hibernode.errors import UnavailableError
-from hibernode.kube.api import FIRST_PAUSE, GONE, LONGEST_PAUSE, NOT_FOUND, Budget, KubeApi, KubeStatusError
+from hibernode.kube.api import FIRST_PAUSE, GONE, LONGEST_PAUSE, Budget, KubeApi, KubeStatusError
 from hibernode.kube.objects import metadata_of
 
 MAX_AGE: Final = 90.0
@@ -51,6 +51,8 @@ class Follower:
 
     def __init__(self, api: KubeApi, listing: Listing, sink: Sink, *, max_age: float = MAX_AGE) -> None:
         self.relists = 0
+        self.trouble = ""
+        """Why the API server is not heard now."""
         self._api, self._listing, self._sink, self._max_age = api, listing, sink, max_age
         self._heard = 0.0
         self._version = ""
@@ -89,7 +91,7 @@ class Follower:
             raise UnavailableError(
                 f"the list of {self._listing.what} is not known"
                 if self._task is None
-                else f"the Kubernetes API has not been heard for {self.age():.0f} s",
+                else f"the Kubernetes API has not been heard for {self.age():.0f} s: {self.trouble}",
                 remedy="is the API server up, and can this node reach it?",
             )
 
@@ -99,11 +101,13 @@ class Follower:
         while True:
             try:
                 await self._read_pages(budget)
+            except UnavailableError as error:
+                if error.reason != "NoCrd":
+                    raise
+                raise UnavailableError(
+                    f"the API server does not know {what}", remedy=self._listing.missing, reason="NoCrd"
+                ) from error
             except KubeStatusError as error:
-                if error.code == NOT_FOUND:
-                    raise UnavailableError(
-                        f"the API server does not know {what}", remedy=self._listing.missing, reason="NoCrd"
-                    ) from error
                 if error.code != GONE:
                     raise UnavailableError(f"the list of {what} failed: {error}") from error
                 await budget.again(error)
@@ -123,7 +127,8 @@ class Follower:
                 seen[str(metadata.get("uid", ""))] = str(metadata.get("name", ""))
                 self._sink.apply(raw)
         self._sink.listed(seen, version)
-        self._version, self._heard = version, time.monotonic()
+        self._version = version
+        self._hear()
         self.relists += 1
 
     async def _follow(self) -> None:
@@ -144,7 +149,9 @@ class Follower:
                 log.info("the watch of %s begins anew: %s", asked.what, error)
                 self._version = ""
             except UnavailableError as error:
-                log.warning("%s", error.message)
+                if error.message != self.trouble:
+                    log.warning("%s: %s", asked.what, error.message)
+                self.trouble = error.message
             except Exception:
                 log.exception("the watch of %s failed", asked.what)
                 self._version = ""
@@ -152,8 +159,14 @@ class Follower:
             ceiling = min(FIRST_PAUSE * 2 ** min(failures, 10), LONGEST_PAUSE) if failures else 0.0
             await asyncio.sleep(random.uniform(0, ceiling))  # noqa: S311 - spreads callers, no secret
 
+    def _hear(self) -> None:
+        """Take it that the API server has answered."""
+        if self.trouble:
+            log.info("%s: the API server is heard again", self._listing.what)
+        self._heard, self.trouble = time.monotonic(), ""
+
     def _take(self, event: dict[str, Any]) -> None:
-        self._heard = time.monotonic()
+        self._hear()
         raw = event["object"]
         kind, metadata = event.get("type"), metadata_of(raw)
         if kind == "DELETED":

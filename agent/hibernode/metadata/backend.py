@@ -64,7 +64,7 @@ class BackendStats:
     ``by_status`` counts the records; ``unreadable`` objects that are there but no record can be made of;
     ``age_seconds`` since the list was last known to be the truth (0 for a backend on this machine);
     ``cached_bytes`` is what the cache of whole records holds; ``relists`` and ``retries`` count from the
-    start.
+    start. ``trouble`` says what is wrong now, though records may be served; empty: nothing.
     """
 
     synced: bool
@@ -74,6 +74,7 @@ class BackendStats:
     cached_bytes: int = 0
     relists: int = 0
     retries: int = 0
+    trouble: str = ""
 
 
 class MetadataBackend(Protocol):

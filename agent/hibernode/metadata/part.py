@@ -294,8 +294,9 @@ class MetadataPart:
         if self._service is None or not self._service.ready or self.backend is None:
             raise HibernodeError(f"no records yet: {self.trouble}")
         stats = self.backend.stats()
-        if not stats.synced:
-            raise HibernodeError(f"the list of records is {stats.age_seconds:.0f} s old")
+        if stats.trouble or not stats.synced:
+            age = f", the list of records is {stats.age_seconds:.0f} s old" if stats.age_seconds else ""
+            raise HibernodeError(f"{stats.trouble or 'not known'}{age}")
         return f"{sum(stats.by_status.values())} records in {self.backend.name}"
 
     async def view(self, verb: str, query: Mapping[str, str]) -> dict[str, Any]:
@@ -318,6 +319,7 @@ class MetadataPart:
             "ready": self._service is not None and self._service.ready and stats.synced,
             "records": {status.name.lower(): count for status, count in stats.by_status.items() if count},
             "unreadable": stats.unreadable,
+            "trouble": stats.trouble or self.trouble,
             "listAgeSeconds": stats.age_seconds,
             "connections": self._front.connections,
             "watched": 0 if self._owners is None else len(self._owners),

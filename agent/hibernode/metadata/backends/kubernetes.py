@@ -308,6 +308,7 @@ class KubernetesBackend:
             cached_bytes=self._shelf.bytes,
             relists=mirror.follower.relists,
             retries=self._api.counters.retries,
+            trouble=mirror.follower.trouble,
         )
 
     # change -------------------------------------------------------------------------------------------
