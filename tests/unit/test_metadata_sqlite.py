@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,51 @@ async def test_the_file_is_its_owners(path: Path) -> None:
     await backend.close()
 
 
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """Name a file on a disk of 12 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], check=True)
+    yield disk / "records.db"
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+async def test_a_disk_that_is_nearly_full_still_takes_heartbeats_and_removals(
+    small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Publications leave room for them; it is said in the log once, and in the numbers all the time."""
+    backend = await opened(small)
+    for number in range(9):
+        with suppress(UnavailableError):
+            await backend.publish_metadata(BASE, f"w{number}", central(blob=bytes(1 << 20)))
+    with pytest.raises(UnavailableError) as caught:
+        await backend.publish_metadata(BASE, "w9", central(blob=bytes(1 << 20)))
+    assert caught.value.reason == "NoSpace"
+    assert len(caplog.records) == 1
+    assert "bytes" in backend.stats().trouble
+    last = len(await backend.list_workers())
+    assert 0 < last < 9
+    for number in range(last):
+        assert await backend.update_status(BASE_ID, f"w{number}", 0, READY, 1_800_000_000_000)
+    assert "free" in backend.stats().trouble
+    for number in range(last):
+        assert await backend.remove_worker(BASE_ID, f"w{number}")
+    await backend.close()
+
+
+async def test_a_file_that_is_removed_beneath_the_agent_is_said(path: Path) -> None:
+    """What is published from then on would be lost with the agent, and it alone knows."""
+    backend = await opened(path)
+    await backend.publish_metadata(BASE, "w0", central())
+    assert backend.stats().trouble == ""
+    path.unlink()
+    assert "removed" in backend.stats().trouble
+    path.touch()
+    assert "removed" in backend.stats().trouble
+    await backend.close()
+
+
 async def test_a_second_agent_is_refused(path: Path) -> None:
     """The first one's list would no longer be the file's."""
     backend = await opened(path)
@@ -101,6 +148,8 @@ def test_an_agent_that_is_killed_loses_nothing(path: Path) -> None:
     """What was answered is in the file."""
     code = f"""
 import asyncio, os, signal
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from hibernode.metadata.backends.sqlite import SqliteBackend
 from tests.unit.metadata_kit import BASE, central

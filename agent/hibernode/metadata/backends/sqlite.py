@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sqlite3
 import time
@@ -55,6 +56,12 @@ SCHEMA_VERSION: Final = 1
 MAX_RECORD_BYTES: Final = 64 << 20
 """Of payload and tensors of one worker; real ones have about half a MiB."""
 
+SPARE_BYTES: Final = 8 << 20
+"""What a publication leaves of the disk: without space nobody could send a heartbeat or remove a record."""
+
+WAL_BYTES: Final = 16 << 20
+"""To which the journal is cut back once a large record is through it."""
+
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS records (
     source_id TEXT NOT NULL, worker_id TEXT NOT NULL, uid TEXT NOT NULL, revision INTEGER NOT NULL,
@@ -68,6 +75,8 @@ CREATE TABLE IF NOT EXISTS records (
 """
 _T = TypeVar("_T")
 
+log = logging.getLogger(__name__)
+
 
 class SqliteBackend:
     """Keeps records in the file ``path``; ``clock`` gives nanoseconds since 1970."""
@@ -80,6 +89,7 @@ class SqliteBackend:
         self._db: sqlite3.Connection | None = None
         self._catalogue, self._shelf = Catalogue(), Shelf()
         self._revision, self._unreadable = 0, 0
+        self._trouble, self._inode = "", 0
         self._writing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
 
@@ -146,7 +156,7 @@ class SqliteBackend:
                     source_load=settled.source_load if load_told else old.source_load,
                 )
             instance = describe(instance, settled, len(worker.tensors), tensors.digest)
-            await self._run(lambda: self._write(instance, settled, identity, tensors))
+            await self._save(lambda: self._write(instance, settled, identity, tensors))
             self._catalogue.put(instance)
             return instance
 
@@ -193,7 +203,7 @@ class SqliteBackend:
             if found is None:
                 return False
             check_expected(found, expect)
-            await self._run(
+            await self._save(
                 lambda: self._execute(
                     "DELETE FROM records WHERE source_id = ? AND worker_id = ?",
                     (found.source_id, found.worker_id),
@@ -234,7 +244,7 @@ class SqliteBackend:
                 source_load=found.source_load if source_load is None else source_load,
                 version=self._next(found.version.uid),
             )
-            await self._run(
+            await self._save(
                 lambda: self._execute(
                     "UPDATE records SET status = ?, updated_at = ?, source_load = ?, revision = ?"
                     " WHERE source_id = ? AND worker_id = ?",
@@ -260,7 +270,22 @@ class SqliteBackend:
             by_status=self._catalogue.by_status(),
             unreadable=self._unreadable,
             cached_bytes=self._shelf.bytes,
+            trouble=self._trouble or self._outlook(),
         )
+
+    def _outlook(self) -> str:
+        """Say what is going to fail; empty: nothing is known to."""
+        try:
+            mine, free = self._db is None or self._path.stat().st_ino == self._inode, self._free()
+        except OSError:
+            mine, free = self._db is None, SPARE_BYTES
+        if not mine:
+            return f"{self._path} was removed or replaced: start the agent again"
+        return "" if free >= SPARE_BYTES else f"{self._path.parent} has only {free} bytes free"
+
+    def _free(self) -> int:
+        space = os.statvfs(self._path.parent)
+        return space.f_bavail * space.f_frsize
 
     # in the thread ------------------------------------------------------------------------------------
 
@@ -276,6 +301,7 @@ class SqliteBackend:
             db.execute("PRAGMA journal_mode = WAL")
             # Power lost is workers lost: what the last seconds said of them is worth no fsync each.
             db.execute("PRAGMA synchronous = NORMAL")
+            db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version not in (0, SCHEMA_VERSION):
                 raise UnavailableError(  # noqa: TRY301 - what closes the file is below
@@ -292,12 +318,19 @@ class SqliteBackend:
         except BaseException:
             db.close()
             raise
-        self._db = db
+        self._db, self._inode = db, self._path.stat().st_ino
         return found
 
     def _write(
         self, one: SourceInstance, worker: WorkerRecord, identity: SourceIdentity, tensors: StoredTensors
     ) -> None:
+        size = len(tensors.data) + len(worker.payload.nixl)
+        if (free := self._free()) < 2 * size + SPARE_BYTES:  # it goes through the journal into the file
+            raise UnavailableError(
+                f"a record of {size} bytes is too much for {self._path.parent}, which has {free} free",
+                remedy="free some below state_dir",
+                reason="NoSpace",
+            )
         written = {**worker_json(worker, tensors.digest, worker.updated_at * MS), "nixlMetadata": ""}
         owner = [one.owner.name, one.owner.uid, one.owner.namespace] if one.owner else []
         values = {
@@ -352,6 +385,17 @@ class SqliteBackend:
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
+
+    async def _save(self, work: Callable[[], object]) -> None:
+        """Change the file; what fails is said once, until a change succeeds."""
+        try:
+            await self._run(work)
+        except UnavailableError as error:
+            if not self._trouble:
+                log.warning("metadata: %s", error.message)
+            self._trouble = error.message
+            raise
+        self._trouble = ""
 
     async def _run(self, work: Callable[[], _T]) -> _T:
         """Run in the file's thread, with the faults of SQLite said for people."""
