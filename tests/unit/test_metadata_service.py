@@ -12,9 +12,10 @@ from hibernode.errors import IntegrityError, UnavailableError, UsageError
 from hibernode.host.procfs import read_stat
 from hibernode.metadata.access import Caller, Gate, Reviewed, outermost
 from hibernode.metadata.backends.sqlite import SqliteBackend
+from hibernode.metadata.health import HEALTH
 from hibernode.metadata.mapping import owner_reference
 from hibernode.metadata.records import NOBODY, PodRef, SourceStatus
-from hibernode.metadata.service import HEALTH
+from hibernode.metadata.service import CHANGES
 from hibernode.metadata.token_review import reviewed
 from tests.unit.service_kit import (
     CODE,
@@ -251,6 +252,27 @@ async def test_health_is_told_and_reflection_is_not_there() -> None:
         for path in ("grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "x/y"):
             other: Any = client.channel.unary_unary(f"/{path}")
             assert (await refused(other(b"")))[0] is CODE.UNIMPLEMENTED
+
+
+async def test_only_a_watch_over_tcp_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token may be good no longer; on the Unix socket it goes on for as long as the caller likes."""
+    monkeypatch.setattr("hibernode.metadata.service.WATCH_SECONDS", 0.05)
+    watch = CHANGES.services["Changes"]["Watch"]
+    async with serving() as service, service.client() as client, service.client(target=service.tcp) as far:
+
+        def follow(who: Client) -> Any:
+            call: Any = who.channel.unary_stream(
+                watch.path, watch.request.SerializeToString, watch.response.FromString
+            )
+            return call(watch.request())
+
+        here, there = follow(client), follow(far)
+        assert [(await stream.read()).kind for stream in (here, there)] == [3, 3]
+        code, text = await refused(there.read())
+        assert (code, "begin again" in text) == (CODE.UNAVAILABLE, True)
+        await client.publish()
+        assert (await here.read()).worker_id == "w0"
+        here.cancel()
 
 
 # who may ------------------------------------------------------------------------------------------------

@@ -367,12 +367,10 @@ def _options(max_message: int) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", 32 << 10),
         ("grpc.absolute_max_metadata_size", 64 << 10),
         ("grpc.so_reuseport", 0),
-        # A peer that vanished is found out, and a call that never sends its message ends with its connection.
+        # A peer that vanished is found out.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.max_connection_idle_ms", 600_000),
-        ("grpc.max_connection_age_ms", 1_800_000),
-        ("grpc.max_connection_age_grace_ms", 30_000),
     ]
 
 

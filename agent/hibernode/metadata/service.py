@@ -31,6 +31,7 @@ from hibernode.metadata import proto
 from hibernode.metadata.access import Caller, Gate
 from hibernode.metadata.backend import ChangeKind, MetadataBackend, WorkerQuery
 from hibernode.metadata.blobs import Blobs
+from hibernode.metadata.health import HealthMethods
 from hibernode.metadata.identity import ids_of, mx_source_id
 from hibernode.metadata.ids import SourceId, WorkerId
 from hibernode.metadata.locality import Node, Places, is_local, prefer
@@ -55,9 +56,8 @@ log = logging.getLogger("hibernode.metadata")
 
 P2P_SERVICE: Final = "model_express.p2p.P2pService"
 CHANGES: Final = proto.load("changes")
-HEALTH: Final = proto.load("health")
-HEALTH_SECONDS: Final = 1.0
-"""Period in which a watcher of our health sees that it changed."""
+WATCH_SECONDS: Final = 1800.0
+"""After which a watch over TCP is to begin again: its token may be good no longer."""
 
 SMALL: Final = 256 << 10
 """Bytes of a message that is decoded at once: what may come of it is 10 MiB at most."""
@@ -140,7 +140,6 @@ class Service:
         }
         p2p = {name: self._unary(name, method) for name, method in methods.items()}
         watch = CHANGES.services["Changes"]["Watch"]
-        health = HEALTH.services["Health"]
         streams = grpc.unary_stream_rpc_method_handler
         return (
             grpc.method_handlers_generic_handler(P2P_SERVICE, p2p),
@@ -148,21 +147,7 @@ class Service:
                 "hibernode.metadata.v1.Changes",
                 {"Watch": streams(self._watch, watch.request.FromString, watch.response.SerializeToString)},
             ),
-            grpc.method_handlers_generic_handler(
-                "grpc.health.v1.Health",
-                {
-                    "Check": grpc.unary_unary_rpc_method_handler(
-                        self._check_health,
-                        health["Check"].request.FromString,
-                        health["Check"].response.SerializeToString,
-                    ),
-                    "Watch": streams(
-                        self._watch_health,
-                        health["Watch"].request.FromString,
-                        health["Watch"].response.SerializeToString,
-                    ),
-                },
-            ),
+            HealthMethods((P2P_SERVICE,), self._serves, self._admit_watch).handler(),
         )
 
     # what all methods share ---------------------------------------------------------------------------
@@ -379,17 +364,28 @@ class Service:
         look = View(self._backend, lambda one: self.local(one, node), confirmed, node.name)
         return await look.ask(verb, query)
 
+    def _serves(self) -> bool:
+        return self.ready and self._backend.stats().synced
+
+    def _admit_watch(self, context: Any) -> Caller:
+        caller = self._known(context)
+        _hold(context, self._watching, caller)
+        return caller
+
     # streams ------------------------------------------------------------------------------------------
 
     async def _watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         began, result = time.monotonic(), "ok"
         try:
-            caller = self._known(context)
-            _hold(context, self._watching, caller)
+            caller = self._admit_watch(context)
             await self._admit(caller, context)
             source = SourceId(request.mx_source_id) if request.mx_source_id else None
-            async for change in self._backend.watch(source):
-                yield _change_message(change.kind, change.instance)
+            async with asyncio.timeout(WATCH_SECONDS if caller.address else None):
+                async for change in self._backend.watch(source):
+                    yield _change_message(change.kind, change.instance)
+        except TimeoutError:
+            result = _Code.UNAVAILABLE.name
+            await context.abort(_Code.UNAVAILABLE, "a watch over TCP has an end; begin again")
         except _AbortError as error:
             result = error.code.name
             await context.abort(error.code, error.text)
@@ -399,29 +395,6 @@ class Service:
             await context.abort(code, _said(error))
         finally:
             self._meter.ended("Watch", result, time.monotonic() - began)
-
-    async def _check_health(self, request: Any, context: Any) -> Any:
-        status = self._health_of(request.service)
-        if status == 3:  # noqa: PLR2004 - SERVICE_UNKNOWN, which Check does not answer with
-            await context.abort(_Code.NOT_FOUND, "there is no such service")
-        return HEALTH.HealthCheckResponse(status=status)
-
-    async def _watch_health(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            _hold(context, self._watching, self._known(context))
-        except TooLargeError as error:
-            await context.abort(_Code.RESOURCE_EXHAUSTED, _said(error))
-        last = -1
-        while True:
-            if (status := self._health_of(request.service)) != last:
-                last = status
-                yield HEALTH.HealthCheckResponse(status=status)
-            await asyncio.sleep(HEALTH_SECONDS)
-
-    def _health_of(self, service: str) -> int:
-        if service not in ("", P2P_SERVICE):
-            return 3
-        return 1 if self.ready and self._backend.stats().synced else 2
 
 
 class _AbortError(Exception):
