@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hibernode.metadata import quota
 from hibernode.metadata.locality import reachable, survey
 from hibernode.metadata.mapping import ANNOTATION_OWNER, owner_of
 from tests.unit.cgroup_kit import Cgroups, _cgroup_kit, box, container_id, pod_uid  # noqa: F401 - a fixture
@@ -71,6 +72,32 @@ def test_an_object_cannot_name_an_owner_that_is_no_pod(uid: str) -> None:
     reference = {"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": uid}
     assert owner_of({"ownerReferences": [reference]}) is None
     assert owner_of({"annotations": {ANNOTATION_OWNER: uid}}) is None
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "kubernetes"])
+async def test_one_pod_cannot_keep_any_number_of_records(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Its own stale ones make room, as a worker that starts again and again leaves; others' do not count."""
+    monkeypatch.setattr(quota, "MAX_RECORDS", 3)
+    async with FakeKube() as kube:
+        records = kube_backend(kube.url, time.time_ns, total=1.0) if kind == "kubernetes" else None
+        async with serving(records=records) as service:
+            async with service.client(pod(A)) as worker:
+                source = await worker.publish("w0")
+                for number in range(2):
+                    await worker.publish(f"w{number + 1}", number)
+                answer = await worker.call("PublishMetadata", publication("w9"))
+                assert (answer.success, "TooManyRecords" in answer.message) == (False, True)
+                assert (await worker.call("PublishMetadata", publication("w0", agent_name="new"))).success
+                await worker.status(source, "w1", status=3)
+                assert (await worker.call("PublishMetadata", publication("w9"))).success
+                assert {one.worker_id for one in await worker.list()} == {"w0", "w2", "w9"}
+                monkeypatch.setattr(quota, "MAX_RECORDS", 9)
+                monkeypatch.setattr(quota, "MAX_BYTES", 1 << 16)
+                large = publication("w7", nixl_metadata=bytes(1 << 16))
+                assert not (await worker.call("PublishMetadata", large)).success
+            async with service.client(pod(B)) as other:
+                assert (await other.call("PublishMetadata", publication("w8"))).success
+                assert {one.worker_id for one in await other.list()} == {"w0", "w2", "w8", "w9"}
 
 
 async def test_an_api_server_that_is_down_is_unavailable_and_comes_back() -> None:

@@ -24,7 +24,8 @@ class WorkerQuery:
 
     ``source_ids`` matches a record's id or its alias: pass :func:`hibernode.metadata.identity.ids_of`.
     ``status`` UNKNOWN does not match an object without a worker. ``min_training_step`` matches nothing
-    where a backend does not know the step, as upstream's Kubernetes backend.
+    where a backend does not know the step, as upstream's Kubernetes backend. ``owner`` is a uid,
+    and is not asked for together with ``source_ids``.
     """
 
     source_ids: Sequence[str] | None = None
@@ -33,6 +34,7 @@ class WorkerQuery:
     rank: int | None = None
     min_training_step: int | None = None
     min_updated_at: int | None = None
+    owner: str | None = None
     limit: int = 0
 
 

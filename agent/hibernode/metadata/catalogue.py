@@ -24,6 +24,7 @@ class Catalogue:
         self._records: dict[Key, SourceInstance] = {}
         self._sources: dict[str, dict[str, SourceInstance]] = {}
         self._aliases: dict[str, dict[str, SourceInstance]] = {}
+        self._owned: dict[str, dict[str, SourceInstance]] = {}
         self._feeds: set[_Feed] = set()
         self._closed = False
 
@@ -41,10 +42,14 @@ class Catalogue:
             return
         if old is not None and old.alias != instance.alias:
             _take(self._aliases, old.alias, old.worker_id)
+        if old is not None and old.owner is not None:
+            _take(self._owned, old.owner.uid, old.source_id + old.worker_id)
         self._records[key] = instance
         self._sources.setdefault(instance.source_id, {})[instance.worker_id] = instance
         if instance.alias:
             self._aliases.setdefault(instance.alias, {})[instance.worker_id] = instance
+        if instance.owner is not None:
+            self._owned.setdefault(instance.owner.uid, {})[instance.source_id + instance.worker_id] = instance
         self._tell(Change(ChangeKind.PUT, instance))
 
     def drop(self, source_id: str, worker_id: str) -> None:
@@ -53,6 +58,8 @@ class Catalogue:
         if old is not None:
             _take(self._sources, source_id, worker_id)
             _take(self._aliases, old.alias, worker_id)
+            if old.owner is not None:
+                _take(self._owned, old.owner.uid, source_id + worker_id)
             self._tell(Change(ChangeKind.GONE, old))
 
     def find(self, source_id: str, worker_id: str) -> SourceInstance | None:
@@ -64,8 +71,11 @@ class Catalogue:
         """List what matches, the newest ``updated_at`` first, then by ids."""
         if query.min_training_step is not None:
             return []
-        if query.source_ids is None:
-            candidates: Iterable[SourceInstance] = self._records.values()
+        candidates: Iterable[SourceInstance]
+        if query.owner is not None:
+            candidates = self._owned.get(query.owner, {}).values()
+        elif query.source_ids is None:
+            candidates = self._records.values()
         else:
             merged: dict[Key, SourceInstance] = {}
             for source_id in query.source_ids:

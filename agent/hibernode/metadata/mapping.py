@@ -49,6 +49,9 @@ ANNOTATION_OWNER: Final = "hibernode.io/owner"
 """The uid of the pod that published: an owner reference needs its name, and leads to no other namespace."""
 
 _NAME: Final = re.compile(r"mx-source-([0-9a-f]{16})-([a-z0-9](?:[-a-z0-9]*[a-z0-9])?)", re.ASCII)
+TENSOR_BYTES: Final = 150
+"""Of a tensor as JSON, with a name as real ones have."""
+
 _POD_UID: Final = re.compile(r"[0-9a-f][-0-9a-f]{0,63}", re.ASCII)
 """A UUID, or a static pod's digest; no other word is a pod, and least of all another kind of our owners."""
 
@@ -291,6 +294,11 @@ def instance_of(raw: Mapping[str, Any]) -> SourceInstance:
     )
 
 
+def kept_bytes(worker: WorkerRecord, count: int) -> int:
+    """Tell about how much is kept of a worker with this many tensors."""
+    return 1024 + len(worker.payload.nixl) + TENSOR_BYTES * count
+
+
 def describe(instance: SourceInstance, worker: WorkerRecord, count: int, place: str) -> SourceInstance:
     """Fill an instance with what a worker's record says; ``place`` tells its tensors from others."""
     return replace(
@@ -306,6 +314,7 @@ def describe(instance: SourceInstance, worker: WorkerRecord, count: int, place: 
         source_load=worker.source_load,
         artifact=worker.artifact,
         tensor_count=count,
+        size=kept_bytes(worker, count),
         updated_at=worker.updated_at,
         digest=content_digest(worker, place),
     )

@@ -167,6 +167,7 @@ class SourceInstance:
     the same instant in nanoseconds: it grows with every new content, and whenever a worker that was Stale
     publishes again, so a peer that holds another generation has to fetch again. ``digest`` (16 hexadecimal
     digits) is over what a peer connects with: payload, agent name, endpoints, tensors' place.
+    ``size`` is about how many bytes are kept.
     ``whole`` is False for an object that has no worker in it, or not yet: rank 0, status UNKNOWN, no times
     but ``created_at``. ``version`` is the precondition for a change that must not hit anything newer.
     """
@@ -186,6 +187,7 @@ class SourceInstance:
     source_load: float | None = None
     artifact: ArtifactSource | None = None
     tensor_count: int = 0
+    size: int = 0
     updated_at: int = 0
     published_at: int = 0
     created_at: int = 0

@@ -35,9 +35,11 @@ from hibernode.metadata.health import HealthMethods
 from hibernode.metadata.identity import ids_of, mx_source_id
 from hibernode.metadata.ids import SourceId, WorkerId
 from hibernode.metadata.locality import Node, Places, is_local, prefer
+from hibernode.metadata.mapping import kept_bytes
 from hibernode.metadata.meter import Meter
 from hibernode.metadata.nixl_ports import NixlPorts
 from hibernode.metadata.owners import OwnerWatch
+from hibernode.metadata.quota import make_room
 from hibernode.metadata.records import PodRef, SourceInstance, SourceRecord, SourceStatus
 from hibernode.metadata.shares import LARGEST, Share
 from hibernode.metadata.times import MS
@@ -229,6 +231,7 @@ class Service:
             owner = self._gate.owner(caller, PodRef(request.pod_name, request.pod_uid, request.pod_namespace))
             key = (source_id, worker_id)
             self._gate.check(caller, await self.find(*key), key)
+            await make_room(self._backend, caller.key, key, kept_bytes(worker, len(worker.tensors)))
             async with self._owners.publishing(caller, key, worker.rank):
                 done = await self._backend.publish_metadata(identity, worker_id, worker, owner=owner)
         except (InvalidArgumentError, TooLargeError) as error:
