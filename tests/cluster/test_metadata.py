@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hibernode.errors import UnavailableError
-from hibernode.kube.api import KubeApi
+from hibernode.kube.api import KubeApi, KubeStatusError
 from hibernode.kube.lease import Lease
 from hibernode.metadata.backend import ChangeKind
 from hibernode.metadata.backends.kubernetes import KubernetesBackend
@@ -197,3 +197,22 @@ async def test_nothing_is_lost_while_the_api_server_is_away(kube: Kube, namespac
     await one.close()
     await other.close()
     await following
+
+
+async def test_a_kind_that_the_server_does_not_know_is_told_from_an_object_that_is_not_there(
+    kube: Kube, namespace: str, crd: None
+) -> None:
+    """The one is an outage, the other no record; both are a 404."""
+    everything = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
+    token = kube.account(namespace, "all")
+    kube.bind(namespace, "all", [everything])
+    place = f"/apis/modelexpress.nvidia.com/v1alpha1/namespaces/{namespace}"
+    node.until("rights", lambda: kube.request("GET", f"{place}/modelmetadatas", token=token).status == 200)
+    api = KubeApi(kube.configuration(token), call_seconds=20.0, total_seconds=60.0)
+    with pytest.raises(KubeStatusError) as missing:
+        await api.call("GET", f"{place}/modelmetadatas/none", api.budget())
+    assert missing.value.code == 404
+    with pytest.raises(UnavailableError) as unknown:
+        await api.call("GET", f"{place}/nothings/none", api.budget())
+    assert unknown.value.reason == "NoCrd"
+    await api.close()
