@@ -151,6 +151,7 @@ def test_nothing_published_is_said(agent, here):
         (("workers", "ffff"), 1, "no source is or begins with 'ffff'"),
         (("get", "nobody"), 1, "no worker is or begins with 'nobody'"),
         (("get", "w"), 2, "2 workers begin with 'w'"),
+        (("get", "w" * 2000), 2, "no id has more than 63"),
         (("get", "x\x1b[31m"), 1, "begins with"),
         (("get", "w0", "--tensors", "--blob", "f"), 2, "two questions"),
         (("get", "w0", "--blob", "f"), 1, "there is no NIXL blob"),
@@ -365,6 +366,17 @@ def test_hostile_words_steer_no_terminal(agent, here, words, form):
     assert out.isascii() or form in ("table", "csv")
     assert all(line.isprintable() for line in out.splitlines())
     assert not any(line.startswith("FAKE ROW") for line in out.splitlines())
+
+
+def test_a_long_word_takes_no_column_away(agent, here):
+    """A table cuts it; JSON and a record alone have all of it."""
+    long = "m" * 4096
+    publish(agent, "w0", model=long, topology={"host": long}, worker_grpc_endpoint=long)
+    for verb in ("sources", "workers"):
+        _, out, _ = here("metadata", verb)
+        assert max(map(len, out.splitlines())) < 400
+    assert long in here("metadata", "get", "w0")[1]
+    assert long in here("metadata", "sources", "-o", "json")[1]
 
 
 def test_only_root_asks(agent, machine):

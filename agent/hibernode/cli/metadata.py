@@ -22,6 +22,8 @@ from hibernode.errors import (
     RefusedError,
     UsageError,
 )
+from hibernode.metadata.ids import MAX_WORKER_ID
+from hibernode.metadata.records import NOBODY
 from hibernode.text import printable
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 MAX_BYTES: Final = 64 << 20
 """Of an answer: a blob of 16 MiB as base64, the tensors of any worker, ten thousand records."""
+
+SHOWN: Final = 64
+"""Characters of a cell in a table; a worker may have chosen 4,096, and all columns after it would be gone."""
 
 SOURCES: Final = ("SOURCE", "MODEL", "TYPE", "WORKERS", "LOCAL", "STATUS", "HEARD")
 WORKERS: Final = (
@@ -57,6 +62,13 @@ class _RecordType(NameType):
 
     def __init__(self, verb: str, field: str) -> None:
         self._verb, self._field = verb, field
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Take no text that is longer than any id."""
+        text = super().convert(value, param, ctx)
+        if len(text) > MAX_WORKER_ID:
+            self.fail(f"it has {len(text)} characters, and no id has more than {MAX_WORKER_ID}", param, ctx)
+        return text
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -116,13 +128,18 @@ def sources_command(context: Context, output: str) -> None:
 
     def render() -> str:
         keys = ("sourceId", "model", "type", "workers", "local")
-        rows = [(*(i[key] for key in keys), _counts(i["status"]), age(i["updatedAt"])) for i in items]
+        rows = [(*(_cut(i[key]) for key in keys), _counts(i["status"]), age(i["updatedAt"])) for i in items]
         return table(rows, SOURCES) if rows else "no records"
 
     if output == "csv":
         click.echo(_csv([{**item, "status": _counts(item["status"])} for item in items], CSV_SOURCES))
     else:
         emit("MetadataSources", found, output, render)
+
+
+def _cut(cell: object) -> str:
+    text = str(cell)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def _counts(status: dict[str, int]) -> str:
@@ -142,9 +159,9 @@ def workers_command(context: Context, source: str | None, output: str) -> None:
             (
                 *(i[key] for key in ("workerId", "sourceId", "rank", "status")),
                 "yes" if i["local"] else "no",
-                i["node"],
+                _cut(i["node"]),
                 age(i["updatedAt"]),
-                i["workerEndpoint"] or i["metadataEndpoint"],
+                _cut(i["workerEndpoint"] or i["metadataEndpoint"]),
                 i["backend"],
                 i["generation"] or "",
             )
@@ -214,7 +231,10 @@ def _describe(found: dict[str, Any]) -> str:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in sums["dtypes"].items())
     topology = ", ".join(f"{key}={value}" for key, value in found["topology"].items())
     identity = ", ".join(f"{key}={value}" for key, value in (found["identity"] or {}).items())
-    pod = f"pod {owner['namespace']}/{owner['name']}, {owner['uid']}" if owner else ""
+    pod = ""
+    if owner:
+        name = "" if owner["name"] == NOBODY else f"pod {owner['namespace']}/{owner['name']}, "
+        pod = name + owner["uid"]
     artifact = ", ".join(f"{key}={value}" for key, value in (found["artifact"] or {}).items())
     rows = (
         ("worker", found["workerId"]),

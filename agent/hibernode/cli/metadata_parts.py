@@ -62,7 +62,14 @@ def changes(socket: str, source: str) -> Iterator[dict[str, Any]]:
     from hibernode.metadata.records import SourceStatus
 
     method = proto.load("changes").services["Changes"]["Watch"]
-    with grpc.insecure_channel(f"unix:{socket}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+    # A stopped agent says nothing, and so does one of which nothing is to be said: ask now and then.
+    options = [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    with grpc.insecure_channel(f"unix:{socket}", options=options) as channel:
         call = channel.unary_stream(method.path, method.request.SerializeToString, method.response.FromString)
         try:
             for one in call(method.request(mx_source_id=source)):

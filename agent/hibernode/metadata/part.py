@@ -371,6 +371,8 @@ def _options(max_message: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.max_connection_idle_ms", 600_000),
+        # Who watches may ask that as often, though for long nothing happens.
+        ("grpc.http2.min_ping_interval_without_data_ms", 20_000),
     ]
 
 
