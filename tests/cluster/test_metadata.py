@@ -141,6 +141,25 @@ async def test_the_reaper_works_with_the_role(store: Store) -> None:
     assert [one.worker_id for one in await store.backend.list_workers()] == ["w1"]
 
 
+async def test_a_kind_that_the_server_does_not_know_is_told_from_an_object_that_is_not_there(
+    kube: Kube, namespace: str, crd: None
+) -> None:
+    """The one is an outage, the other no record; both are a 404."""
+    everything = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
+    token = kube.account(namespace, "all")
+    kube.bind(namespace, "all", [everything])
+    place = f"/apis/modelexpress.nvidia.com/v1alpha1/namespaces/{namespace}"
+    node.until("rights", lambda: kube.request("GET", f"{place}/modelmetadatas", token=token).status == 200)
+    api = KubeApi(kube.configuration(token), call_seconds=20.0, total_seconds=60.0)
+    with pytest.raises(KubeStatusError) as missing:
+        await api.call("GET", f"{place}/modelmetadatas/none", api.budget())
+    assert missing.value.code == 404
+    with pytest.raises(UnavailableError) as unknown:
+        await api.call("GET", f"{place}/nothings/none", api.budget())
+    assert unknown.value.reason == "NoCrd"
+    await api.close()
+
+
 async def test_nothing_is_lost_while_the_api_server_is_away(kube: Kube, namespace: str, token: str) -> None:
     """Lists stand up to their age, then they are an error; later they, the records and a watch go on."""
     clock = Clock()
@@ -197,22 +216,3 @@ async def test_nothing_is_lost_while_the_api_server_is_away(kube: Kube, namespac
     await one.close()
     await other.close()
     await following
-
-
-async def test_a_kind_that_the_server_does_not_know_is_told_from_an_object_that_is_not_there(
-    kube: Kube, namespace: str, crd: None
-) -> None:
-    """The one is an outage, the other no record; both are a 404."""
-    everything = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
-    token = kube.account(namespace, "all")
-    kube.bind(namespace, "all", [everything])
-    place = f"/apis/modelexpress.nvidia.com/v1alpha1/namespaces/{namespace}"
-    node.until("rights", lambda: kube.request("GET", f"{place}/modelmetadatas", token=token).status == 200)
-    api = KubeApi(kube.configuration(token), call_seconds=20.0, total_seconds=60.0)
-    with pytest.raises(KubeStatusError) as missing:
-        await api.call("GET", f"{place}/modelmetadatas/none", api.budget())
-    assert missing.value.code == 404
-    with pytest.raises(UnavailableError) as unknown:
-        await api.call("GET", f"{place}/nothings/none", api.budget())
-    assert unknown.value.reason == "NoCrd"
-    await api.close()
