@@ -346,6 +346,31 @@ def test_bytes_of_a_request_count_until_either_side_ends_it() -> None:
         assert unfinished.bytes == 0
 
 
+async def test_large_publications_of_one_pod_leave_a_lane_to_others() -> None:
+    """However many it sends, and however long each takes."""
+    async with serving() as service:
+        release, publish = asyncio.Event(), service.backend.publish_metadata
+
+        async def slow(identity: Any, worker_id: str, *rest: Any, **more: Any) -> Any:
+            if worker_id.startswith("slow"):
+                await release.wait()
+            return await publish(identity, worker_id, *rest, **more)
+
+        service.backend.publish_metadata = slow
+        large: dict[str, Any] = {"nixl_metadata": bytes(300 << 10)}
+        async with service.client(pod(A)) as greedy:
+            calls = [
+                asyncio.create_task(greedy.call("PublishMetadata", publication(f"slow{number}", **large)))
+                for number in range(4)
+            ]
+            await until(lambda: service.methods._working.of(A) == 4)
+            async with service.client(pod(B)) as other:
+                assert (await other.call("PublishMetadata", publication("w0", **large))).success
+            assert not any(call.done() for call in calls)
+            release.set()
+            assert all(answer.success for answer in await asyncio.gather(*calls))
+
+
 async def test_a_deadline_ends_a_request_that_takes_too_long() -> None:
     """The client's if it is sooner, else ours."""
     async with serving(request_seconds=0.2) as service, service.client() as client:

@@ -18,7 +18,17 @@ from hibernode.metadata.access import Caller
 from hibernode.metadata.owners import OwnerWatch
 from hibernode.metadata.records import SourceStatus
 from tests.unit.kube_fake import FakeKube, Fault
-from tests.unit.metadata_kit import BASE, BASE_ID, Store, kube_store, peer, sqlite_store, until
+from tests.unit.metadata_kit import (
+    BASE,
+    BASE_ID,
+    Clock,
+    Store,
+    kube_backend,
+    kube_store,
+    peer,
+    sqlite_store,
+    until,
+)
 
 READY, STALE = SourceStatus.READY, SourceStatus.STALE
 
@@ -301,6 +311,38 @@ async def test_a_freeze_waits_for_no_api_server(fake: FakeKube, workers: list[Wo
         async with watch.freezing([workers[0].key], seconds=0.05) as count:
             assert count == 0
         await watch.close()
+
+
+async def test_a_death_in_an_outage_is_told_when_it_is_over(
+    fake: FakeKube, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be READY for as long as a heartbeat counts, and the agent beside it knows better."""
+    monkeypatch.setattr(owners, "DEAD_PAUSE", 0.01)
+    clock = Clock()
+    backend = kube_backend(fake.url, clock, total=0.2)
+    await backend.connect()
+    store, watch = Store(backend, backend, clock), OwnerWatch(backend, clock=clock)
+    await publish(store, watch, "w0", 0, workers[0])
+    fake.fail(10_000, "modelmetadatas", Fault(503))
+    tried = backend.stats().retries
+    workers[0].kill()
+    await until(lambda: backend.stats().retries > tried + 3)
+    assert await statuses(store) == {"w0": READY}
+    fake.faults.clear()
+    await until_statuses(store, w0=STALE)
+    await watch.close()
+    await backend.close()
+
+
+async def test_a_worker_whose_last_word_is_a_heartbeat_is_stale(
+    store: Store, watch: OwnerWatch, workers: list[Worker]
+) -> None:
+    """The agent had not held it since its own start, and cannot any more."""
+    await store.backend.publish_metadata(BASE, "w0", peer(0))
+    async with watch.beating(workers[0].caller, (BASE_ID, "w0"), 0):
+        await store.backend.update_status(BASE_ID, "w0", 0, READY, store.clock.ms)
+        workers[0].kill()
+    await until_statuses(store, w0=STALE)
 
 
 async def test_a_record_that_is_gone_is_no_trouble(

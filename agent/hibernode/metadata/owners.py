@@ -24,6 +24,10 @@ TRIES: Final = 20
 """A dead worker's last heartbeat may still be under way; then it is marked in its newer state."""
 
 PAUSE: Final = 0.05
+DEAD_SECONDS: Final = 90.0
+"""For so long after its last heartbeat a record is listed as READY (metadata.heartbeat_seconds)."""
+
+DEAD_PAUSE: Final = 1.0
 FREEZE_SECONDS: Final = 5.0
 """What a checkpoint waits for its records: peers find out by themselves, only later."""
 
@@ -107,8 +111,11 @@ class OwnerWatch:
         self._check_free(caller, key)
         yield
         if caller.process is not None and key not in self._owners and key not in self._publishing:
-            with suppress(RefusedError), _hold(caller.process) as process:
-                self._register(key, rank, process, caller.key)
+            try:
+                with _hold(caller.process) as process:
+                    self._register(key, rank, process, caller.key)
+            except RefusedError:
+                self._mark_soon(key, rank)  # that was its last word
         await self._mark_if_held(caller, key, rank)
 
     def forget(self, key: Key) -> None:
@@ -217,12 +224,26 @@ class OwnerWatch:
 
     def _mark_soon(self, key: Key, rank: int) -> None:
         """Mark the record of a process that has ended."""
-        task = asyncio.create_task(self._mark(key, rank, dead=True), name="metadata owner ended")
+        task = asyncio.create_task(self._mark_dead(key, rank), name="metadata owner ended")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _mark_dead(self, key: Key, rank: int) -> bool:
+        """Try again while nothing can be written, for as long as it would be listed as READY."""
+        end = time.monotonic() + DEAD_SECONDS
+        while True:
+            try:
+                return await self._mark(key, rank, dead=True)
+            except UnavailableError as error:
+                if time.monotonic() > end:
+                    return _left(key, error)
+            await asyncio.sleep(DEAD_PAUSE)
+
     async def _mark(self, key: Key, rank: int, *, dead: bool = False) -> bool:
-        """Mark a record STALE, unless another process has published it by now; True if it is STALE."""
+        """Mark a record STALE, unless another process has published it by now; True if it is STALE.
+
+        :raises UnavailableError: of one who is dead: it cannot be written now.
+        """
         try:
             for _ in range(TRIES):
                 if dead and key in self._publishing:
@@ -240,14 +261,19 @@ class OwnerWatch:
         except NotFoundError:
             return False
         except HibernodeError as error:
-            log.warning("worker %s of source %s is left to the reaper: %s", key[1], key[0], error)
-            return False
-        log.warning("worker %s of source %s does not stand still and is left to the reaper", key[1], key[0])
-        return False
+            if dead and isinstance(error, UnavailableError):
+                raise
+            return _left(key, error)
+        return _left(key, "it does not stand still")
 
     async def _find(self, key: Key) -> SourceInstance | None:
         found = await self._backend.list_workers(WorkerQuery(source_ids=[key[0]]))
         return next((one for one in found if one.worker_id == key[1]), None)
+
+
+def _left(key: Key, why: object) -> bool:
+    log.warning("worker %s of source %s is left to the reaper: %s", key[1], key[0], why)
+    return False
 
 
 def _hold(owner: ProcessKey) -> Process:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -65,7 +66,7 @@ SMALL: Final = 256 << 10
 """Bytes of a message that is decoded at once: what may come of it is 10 MiB at most."""
 
 LARGE: Final = 2
-"""Publications larger than that in work at one time."""
+"""Publications larger than that in work at one time, one of one caller."""
 
 _Code = grpc.StatusCode
 _CODES: Final[tuple[tuple[type[HibernodeError], grpc.StatusCode], ...]] = (
@@ -119,6 +120,7 @@ class Service:
         self._working, self._watching = Share(rules.requests, "requests"), Share(rules.watches, "watches")
         self._bytes = Share(LARGEST * rules.message_bytes, "bytes")
         self._large = asyncio.Semaphore(LARGE)
+        self._lanes = WeakValueDictionary[str, asyncio.Lock]()
         self.ready = False
         self.ports: NixlPorts | None = None
 
@@ -172,7 +174,8 @@ class Service:
                         good, answer = await work(_decode(method.request, data), admitted)
                     else:
                         _check_large(name, data)
-                        async with self._large:
+                        lane = self._lanes.setdefault(caller.key, asyncio.Lock())
+                        async with lane, self._large:
                             await asyncio.to_thread(check_fields, data)
                             request = await asyncio.to_thread(_decode, method.request, data)
                             good, answer = await work(request, admitted)
