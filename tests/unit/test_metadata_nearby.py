@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -256,6 +257,59 @@ async def test_a_worker_that_hangs_costs_a_bounded_time() -> None:
             found = await asyncio.gather(*(client.get(source, "w0") for _ in range(10)))
             assert {each.worker.worker_grpc_endpoint for each in found} == {endpoint}
             assert service.blobs.counts["unconfirmed"] == 1
+
+
+async def test_a_manifest_that_would_grow_in_memory_is_not_decoded() -> None:
+    """Seven million empty tensors fit into 14 MiB, and would take 600 MB."""
+    method = P2P.services["WorkerService"]["GetTensorManifest"]
+    service_name, name = method.path.strip("/").split("/")
+
+    async def endless(*_: Any) -> bytes:
+        return b"\x0a\x00" * (7 << 20)
+
+    server = grpc.aio.server()
+    handler: Any = grpc.unary_unary_rpc_method_handler(endless)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service_name, {name: handler})])
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with (
+        serving(LOCAL, confirm_seconds=30, request_seconds=60) as service,
+        service.client() as client,
+    ):
+        source = await client.publish(
+            count=0, worker_grpc_endpoint=endpoint, metadata_endpoint=endpoint, agent_name="a"
+        )
+        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert (await client.get(source, "w0")).worker.worker_grpc_endpoint == endpoint
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < usage + (250 << 10)
+        assert service.blobs.counts["unconfirmed"] == 1
+    await server.stop(0)
+
+
+async def test_workers_of_one_pod_that_hang_leave_places_to_others() -> None:
+    """Those that wait for a place would not be confirmed, though they answer at once."""
+    given = blob(b"worker-a")
+    places = FixedPlaces(**{A: "127.0.0.1"})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.listen(64)
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        hung: dict[str, Any] = {"worker_grpc_endpoint": where, "metadata_endpoint": where, "agent_name": "a"}
+        async with (
+            worker_at(manifest, given) as endpoints,
+            serving(places, confirm_seconds=20, request_seconds=60) as service,
+            service.client() as good,
+        ):
+            source = await good.publish("good", count=0, **endpoints)
+            async with service.client(pod(A)) as bad:
+                names = [f"bad{number}" for number in range(12)]
+                for one in names:
+                    await bad.publish(one, count=0, **hung)
+                calls = [asyncio.create_task(bad.get(source, one)) for one in names]
+                while len(service.blobs._asked) < len(names):
+                    await asyncio.sleep(0.01)
+                assert (await good.get(source, "good")).worker.nixl_metadata == given
+                for call in calls:
+                    call.cancel()
 
 
 async def test_a_nixl_agent_fetches_a_confirmed_blob_from_us() -> None:

@@ -40,6 +40,9 @@ MAX_CLAIMS: Final = 65_536
 TOKEN_SECONDS: Final = 60.0
 """How long a token's review is believed; the stock client reads its file again as often."""
 
+DENIED_SECONDS: Final = 5.0
+"""How long one that was no good is not asked about again: the API server may not know its pod yet."""
+
 MAX_TOKENS: Final = 4096
 MAX_TOKEN: Final = 16 << 10
 """Bytes of a token; Kubernetes' have about one KiB."""
@@ -241,7 +244,8 @@ class Gate:
         self._asking.pop(key, None)
         if done.cancelled() or done.exception() is not None:
             return
-        self._tokens[key] = (time.monotonic() + TOKEN_SECONDS, done.result())
+        seconds = DENIED_SECONDS if done.result() is None else TOKEN_SECONDS
+        self._tokens[key] = (time.monotonic() + seconds, done.result())
         self._tokens.move_to_end(key)
         while len(self._tokens) > MAX_TOKENS:
             self._tokens.popitem(last=False)

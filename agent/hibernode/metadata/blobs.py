@@ -15,6 +15,7 @@ import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from hibernode.errors import HibernodeError, IntegrityError, RefusedError
 from hibernode.metadata.gate import check_worker
@@ -23,7 +24,7 @@ from hibernode.metadata.nixl_blob import read_header, refuse_foreign, require_ag
 from hibernode.metadata.nixl_wire import fetch_blob
 from hibernode.metadata.records import BackendPayload, BackendType, SourceInstance, SourceRecord, WorkerRecord
 from hibernode.metadata.shelf import ContentKey, content_key
-from hibernode.metadata.wire import P2P, blob_in, found_parts, tensors_of
+from hibernode.metadata.wire import MANIFEST, P2P, blob_in, check_fields, found_parts, tensors_of
 
 log = logging.getLogger("hibernode.metadata")
 
@@ -31,7 +32,7 @@ MAX_MANIFEST: Final = 16 << 20
 """Bytes of a worker's manifest; some 100 a tensor."""
 
 ASKING: Final = 8
-"""Workers that are asked at one time."""
+"""Workers that are asked at one time; half of them may be of one owner, for they may not answer."""
 
 SUSPECT_SECONDS: Final = 10.0
 """How long a worker that did not answer is no reason to hide others."""
@@ -62,6 +63,7 @@ class Blobs:
         self._entries: OrderedDict[ContentKey, _Entry] = OrderedDict()
         self._asked: dict[ContentKey, asyncio.Task[_Entry | None]] = {}
         self._slots = asyncio.Semaphore(ASKING)
+        self._lanes = WeakValueDictionary[str, asyncio.Semaphore]()
         self._suspects: OrderedDict[ContentKey, float] = OrderedDict()
         self.bytes = 0
         self.counts: Counter[str] = Counter()
@@ -130,8 +132,9 @@ class Blobs:
         self, key: ContentKey, record: SourceRecord, worker: WorkerRecord, owner: str, node: Node
     ) -> _Entry | None:
         """Ask the worker; None when it did not confirm."""
+        lane = self._lanes.setdefault(owner, asyncio.Semaphore(ASKING // 2))
         try:
-            async with asyncio.timeout(self._seconds), self._slots:
+            async with asyncio.timeout(self._seconds), lane, self._slots:
                 confirmed, digest = await self._confirm(record.instance, worker, owner, node)
         except (HibernodeError, OSError, TimeoutError, ValueError) as error:
             self.counts["unconfirmed"] += 1
@@ -217,12 +220,24 @@ async def _manifest(endpoint: str, one: SourceInstance, seconds: float) -> Any:
         ("grpc.max_receive_message_length", MAX_MANIFEST),
     ]
     async with grpc.aio.insecure_channel(endpoint.removeprefix("http://"), options) as channel:
-        call = channel.unary_unary(method.path, method.request.SerializeToString, method.response.FromString)
+        call: Any = channel.unary_unary(method.path, method.request.SerializeToString)
         try:
-            return await call(
+            data: bytes = await call(
                 method.request(mx_source_id=one.source_id, worker_id=one.worker_id), timeout=seconds
             )
         except grpc.aio.AioRpcError as error:
             raise RefusedError(
                 f"{endpoint} gives no manifest: {error.code().name}: {error.details() or ''!s:.200}"
             ) from None
+    return await asyncio.to_thread(_decode, method.response, data)
+
+
+def _decode(kind: Any, data: bytes) -> Any:
+    """Decode a manifest, if it does not become many times as large by that."""
+    from google.protobuf.message import DecodeError  # noqa: PLC0415 - heavy, as gRPC
+
+    check_fields(MANIFEST, data)
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise RefusedError("its manifest cannot be decoded") from None

@@ -47,6 +47,7 @@ from hibernode.metadata.times import MS
 from hibernode.metadata.view import View
 from hibernode.metadata.wire import (
     P2P,
+    PUBLISHED,
     check_fields,
     found_now,
     identity_of,
@@ -176,7 +177,7 @@ class Service:
                         _check_large(name, data)
                         lane = self._lanes.setdefault(caller.key, asyncio.Lock())
                         async with lane, self._large:
-                            await asyncio.to_thread(check_fields, data)
+                            await asyncio.to_thread(check_fields, PUBLISHED, data)
                             request = await asyncio.to_thread(_decode, method.request, data)
                             good, answer = await work(request, admitted)
                 _hold(context, self._bytes, caller, len(answer))

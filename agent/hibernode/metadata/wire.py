@@ -24,7 +24,7 @@ from hibernode.metadata.records import (
 P2P: Final = proto.load("p2p")
 _IDENTITY: Final = tuple(field.name for field in fields(SourceIdentity))
 _ARTIFACT: Final = tuple(field.name for field in fields(ArtifactSource))
-_PUBLISHED: Final[protobuf.Table] = {
+PUBLISHED: Final[protobuf.Table] = {
     "identity": (1, {"extra_parameters": (10, {})}),
     "worker": (
         2,
@@ -33,8 +33,11 @@ _PUBLISHED: Final[protobuf.Table] = {
 }
 """What in a publication may come in any number."""
 
+MANIFEST: Final[protobuf.Table] = {"tensors": (1, {})}
+"""And what in a worker's manifest."""
+
 MAX_FIELDS: Final = 1 << 20
-"""Of a publication: an empty tensor takes two bytes of a message, and 80 once it is decoded."""
+"""Of one of both: an empty tensor takes two bytes of a message, and 80 once it is decoded."""
 
 MAX_TENSORS: Final = 1 << 17
 """Of one worker over the wire; real ones have some ten thousand at most."""
@@ -59,14 +62,14 @@ def status_of(number: int) -> SourceStatus | None:
     return SourceStatus(number) if number in _STATUSES else None
 
 
-def check_fields(data: bytes) -> None:
-    """Refuse a publication that would become many times as large in memory, before it is decoded.
+def check_fields(table: protobuf.Table, data: bytes) -> None:
+    """Refuse a message that would become many times as large in memory, before it is decoded.
 
     :raises TooLargeError: it has too many fields.
-    :raises InvalidArgumentError: it is no publication.
+    :raises InvalidArgumentError: it is no such message.
     """
     try:
-        protobuf.decode(_PUBLISHED, data, MAX_FIELDS)
+        protobuf.decode(table, data, MAX_FIELDS)
     except ValueError as error:
         if f"more than {MAX_FIELDS} fields" in str(error):
             raise TooLargeError(f"the message has {error}", remedy="publish fewer tensors") from None
