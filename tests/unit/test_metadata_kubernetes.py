@@ -21,6 +21,8 @@ from hibernode.metadata.backends.kubernetes import KubernetesBackend
 from hibernode.metadata.identity import identity_text
 from hibernode.metadata.mapping import ANNOTATION_IDENTITY, LABEL_SOURCE, LABEL_WORKER
 from hibernode.metadata.records import BackendPayload, BackendType, SourceStatus, WorkerRecord
+from hibernode.metadata.service import change_message
+from hibernode.metadata.wire import reference_message
 from tests.unit.kube_fake import CONFIGMAPS, OBJECTS, FakeKube, Fault
 from tests.unit.metadata_kit import (
     BASE,
@@ -473,6 +475,19 @@ async def test_one_bad_object_hides_no_other(fake: FakeKube, worker: dict[str, A
 
         await until(mended)
         assert store.backend.stats().unreadable == 1
+
+
+async def test_an_object_of_a_far_future_ends_nobodys_watch(fake: FakeKube) -> None:
+    """Nor does a load that no number can be: both are on the wire as the largest, or not at all."""
+    raw = of_rust("w0", updatedAt="9999-12-31T23:59:59Z", sourceLoad=10**400)
+    raw["status"]["publishedAt"] = "9999-12-31T23:59:59Z"
+    fake.put(OBJECTS, raw)
+    async with kube_store(fake) as store, aclosing(store.backend.watch()) as watch:  # type: ignore[type-var]
+        change = await anext(watch)
+        assert change.instance is not None
+        message = change_message(change.kind, change.instance)
+        assert type(message).FromString(message.SerializeToString()).worker_id == "w0"
+        assert reference_message(change.instance).source_load == 0
 
 
 async def test_spec_and_labels_are_mended(fake: FakeKube) -> None:

@@ -46,7 +46,7 @@ from hibernode.metadata.tensors import (
     load,
     store,
 )
-from hibernode.metadata.times import read_time, write_time
+from hibernode.metadata.times import MAX_NS, read_time, write_time
 from tests.unit.metadata_kit import BASE, BASE_ID, POD, central, object_name, peer, tensors
 
 # identity ---------------------------------------------------------------------------------------------
@@ -176,7 +176,11 @@ def test_a_configmap_of_another_worker_is_not_taken(other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "mx-source-", "mx-source-5a5f555570065064-", "mx-source-5A5F555570065064-a", "x"]
+    "name",
+    [
+        *("", "mx-source-", "mx-source-5a5f555570065064-", "mx-source-5A5F555570065064-a", "x"),
+        "mx-source-5a5f555570065064-" + "a" * 64,
+    ],
 )
 def test_a_name_that_is_no_records_has_no_ids(name: str) -> None:
     """Nothing is guessed."""
@@ -266,6 +270,7 @@ def test_times_are_written_as_the_rust_server_does(ns: int, text: str) -> None:
             for text in ("", "now", "2026-09-21", "2026-13-21T14:13:20Z", "2026-09-21T14:13:20", None, 7)
         ),
         ("1969-12-31T23:59:59Z", 0),
+        ("9999-12-31T23:59:59Z", MAX_NS),
     ],
 )
 def test_times_of_others_are_read(text: Any, ns: int) -> None:

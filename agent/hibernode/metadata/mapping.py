@@ -48,7 +48,7 @@ ANNOTATION_IDENTITY: Final = "hibernode.io/source-identity"
 ANNOTATION_OWNER: Final = "hibernode.io/owner"
 """The uid of the pod that published: an owner reference needs its name, and leads to no other namespace."""
 
-_NAME: Final = re.compile(r"mx-source-([0-9a-f]{16})-([a-z0-9](?:[-a-z0-9]*[a-z0-9])?)", re.ASCII)
+_NAME: Final = re.compile(r"mx-source-([0-9a-f]{16})-([a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?)", re.ASCII)
 TENSOR_BYTES: Final = 150
 """Of a tensor as JSON, with a name as real ones have."""
 
@@ -201,7 +201,6 @@ def worker_of(raw: Mapping[str, Any], where: str) -> WorkerRecord:
         nixl = base64.b64decode(text.string("nixlMetadata"), validate=True)
     except (binascii.Error, ValueError) as error:
         raise corrupt(where, f"nixlMetadata is not base64: {error}") from None
-    load = raw.get("sourceLoad")
     return WorkerRecord(
         rank=rank & U32_MAX,  # the Rust server writes a rank from 2^31 on as a negative i32
         payload=payload_of(nixl, text.string("transferEngineSessionId"), raw.get("backendType")),
@@ -213,9 +212,17 @@ def worker_of(raw: Mapping[str, Any], where: str) -> WorkerRecord:
         worker_grpc_endpoint=text.string("workerGrpcEndpoint"),
         accelerator=text.string("accelerator"),
         topology=text.strings("topology"),
-        source_load=float(load) if isinstance(load, int | float) and not isinstance(load, bool) else None,
+        source_load=_load_of(raw.get("sourceLoad")),
         unknown={key: value for key, value in raw.items() if key not in _READ},
     )
+
+
+def _load_of(value: Any) -> float | None:
+    """Read a load; None for what is no number, and for what is too large for one."""
+    try:
+        return float(value) if type(value) in (int, float) else None
+    except OverflowError:
+        return None
 
 
 def _artifact_of(raw: Any, where: str) -> ArtifactSource | None:

@@ -389,7 +389,7 @@ class Service:
             source = SourceId(request.mx_source_id) if request.mx_source_id else None
             async with asyncio.timeout(WATCH_SECONDS if caller.address else None):
                 async for change in self._backend.watch(source):
-                    yield _change_message(change.kind, change.instance)
+                    yield change_message(change.kind, change.instance)
         except TimeoutError:
             result = _Code.UNAVAILABLE.name
             await context.abort(_Code.UNAVAILABLE, "a watch over TCP has an end; begin again")
@@ -462,7 +462,8 @@ def _said(error: HibernodeError) -> str:
     return text[:2000]
 
 
-def _change_message(kind: ChangeKind, one: SourceInstance | None) -> Any:
+def change_message(kind: ChangeKind, one: SourceInstance | None) -> Any:
+    """Write a change for the stream."""
     if one is None:
         return CHANGES.Change(kind=_KINDS[kind])
     return CHANGES.Change(

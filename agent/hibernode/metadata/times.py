@@ -9,6 +9,9 @@ from typing import Any, Final
 MS: Final = 1_000_000
 """Nanoseconds of a millisecond."""
 
+MAX_NS: Final = (1 << 63) - 1
+"""In the year 2262; what is later is taken for it, as the wire and the reaper have no larger numbers."""
+
 _FORM: Final = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,9})\d*)?(?:[Zz]|([+-])(\d\d):(\d\d))", re.ASCII
 )
@@ -42,4 +45,4 @@ def read_time(text: Any) -> int:
         return 0
     since = day - _EPOCH
     seconds = since.days * 86400 + since.seconds + int(match.group(6)) - offset
-    return max(seconds * 10**9 + int(fraction), 0)
+    return min(max(seconds * 10**9 + int(fraction), 0), MAX_NS)
