@@ -327,6 +327,8 @@ async def test_a_nixl_agent_fetches_a_confirmed_blob_from_us() -> None:
         host, port = worker.metadata_endpoint.rsplit(":", 1)
         assert host == "127.0.0.1"
         assert await fetch_blob(host, int(port), deadline=20) == given
+        held = [await service.methods.confirmed_blob((source, "w0")) for _ in range(2)]
+        assert held[0] is held[1]  # callers who do not read their answers hold one copy of it
         assert (await client.get(source, "w0")).worker.metadata_endpoint == worker.metadata_endpoint
         assert service.part.reading()["hibernode_metadata_nixl_ports"] == 1
         for status, reason in ((3, "NoBlob"), (READY, "")):

@@ -24,7 +24,7 @@ from hibernode.metadata.nixl_blob import read_header, refuse_foreign, require_ag
 from hibernode.metadata.nixl_wire import fetch_blob
 from hibernode.metadata.records import BackendPayload, BackendType, SourceInstance, SourceRecord, WorkerRecord
 from hibernode.metadata.shelf import ContentKey, content_key
-from hibernode.metadata.wire import MANIFEST, P2P, blob_in, check_fields, found_parts, tensors_of
+from hibernode.metadata.wire import MANIFEST, P2P, check_fields, found_parts, tensors_of
 
 log = logging.getLogger("hibernode.metadata")
 
@@ -44,11 +44,20 @@ ENTRY_BYTES: Final = 1024
 
 @dataclass(slots=True)
 class _Entry:
-    """An encoded answer; ``digest`` is the blob's, or empty; ``at`` (monotonic seconds) when confirmed."""
+    """An encoded answer; of one that was confirmed ``digest``, ``at`` (monotonic seconds), and the blob.
+
+    Whoever sends the blob sends this very object, so that callers who do not read cost no copies.
+    """
 
     encoded: bytes
-    digest: str
-    at: float
+    digest: str = ""
+    at: float = 0.0
+    blob: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return len(self.encoded) + len(self.blob) + ENTRY_BYTES
 
 
 class Blobs:
@@ -93,7 +102,7 @@ class Blobs:
             entry = self._entries.get(key)
             if entry is None or entry.digest:
                 refuse_foreign(worker.payload.nixl, worker.agent_name, IntegrityError)
-                entry = _Entry(found_parts(record), "", 0.0)
+                entry = _Entry(found_parts(record))
                 self._put(key, entry)
             return entry.encoded, False
         entry = await self._confirmed(record, worker, owner, node)
@@ -105,7 +114,7 @@ class Blobs:
         if worker is None or not _askable(worker, owner, node):
             return None
         entry = await self._confirmed(record, worker, owner, node)
-        return None if entry is None else await asyncio.to_thread(blob_in, entry.encoded)
+        return None if entry is None else entry.blob
 
     async def _confirmed(
         self, record: SourceRecord, worker: WorkerRecord, owner: str, node: Node
@@ -151,7 +160,7 @@ class Blobs:
             old.at = time.monotonic()
             return old
         encoded = await asyncio.to_thread(found_parts, replace(record, worker=confirmed))
-        entry = _Entry(encoded, digest, time.monotonic())
+        entry = _Entry(encoded, digest, time.monotonic(), confirmed.payload.nixl)
         self._put(key, entry)
         return entry
 
@@ -188,10 +197,10 @@ class Blobs:
 
     def _put(self, key: ContentKey, entry: _Entry) -> None:
         old = self._entries.pop(key, None)
-        self.bytes += len(entry.encoded) + ENTRY_BYTES - (len(old.encoded) + ENTRY_BYTES if old else 0)
+        self.bytes += entry.size - (old.size if old else 0)
         self._entries[key] = entry
         while self.bytes > self._max and self._entries:
-            self.bytes -= len(self._entries.popitem(last=False)[1].encoded) + ENTRY_BYTES
+            self.bytes -= self._entries.popitem(last=False)[1].size
 
 
 def _askable(worker: WorkerRecord, owner: str, node: Node) -> bool:

@@ -364,9 +364,7 @@ class Service:
             if not self.local(one, node):
                 return b""
             owner = self._gate.owner_key(one, (one.source_id, one.worker_id))
-            encoded, _ = await self._blobs.answer(record, owner, node)
-            answer = P2P.GetMetadataResponse.FromString(encoded)
-            return bytes(answer.worker.nixl_metadata)
+            return await self._blobs.blob(record, owner, node) or b""
 
         look = View(self._backend, lambda one: self.local(one, node), confirmed, node.name)
         return await look.ask(verb, query)

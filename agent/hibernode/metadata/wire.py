@@ -159,12 +159,6 @@ def found_parts(record: SourceRecord) -> bytes:
     return encoded
 
 
-def blob_in(parts: bytes) -> bytes:
-    """Take the NIXL blob out of what :func:`found_parts` gave."""
-    blob: bytes = P2P.GetMetadataResponse.FromString(parts).worker.nixl_metadata
-    return blob
-
-
 def found_now(record: SourceRecord, metadata_endpoint: str = "") -> bytes:
     """Encode status and time of GetMetadata's answer, to stand behind :func:`found_parts`.
 
