@@ -228,8 +228,9 @@ async def test_a_bad_field_is_refused_before_anything_is_written(store: Store, w
         (replace(BASE, tensor_parallel_size=1 << 32), InvalidArgumentError),
         (replace(BASE, mx_version="x" * 5000), InvalidArgumentError),
         (replace(BASE, extra_parameters={str(n): "v" * 4000 for n in range(200)}), TooLargeError),
+        (replace(BASE, extra_parameters={str(n): "\1" * 4000 for n in range(15)}), TooLargeError),
     ],
-    ids=["no model name", "size beyond u32", "long version", "large in all"],
+    ids=["no model name", "size beyond u32", "long version", "large in all", "large once it is written"],
 )
 async def test_a_bad_identity_is_refused(store: Store, identity: SourceIdentity, kind: type) -> None:
     """Nothing is written under it."""

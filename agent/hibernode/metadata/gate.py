@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Final
 
 from hibernode.errors import InvalidArgumentError, TooLargeError
+from hibernode.metadata.identity import identity_text
 from hibernode.metadata.nixl_blob import refuse_foreign
 from hibernode.metadata.records import (
     I64_MAX,
@@ -31,7 +32,7 @@ MAP_MAX: Final = 256
 """Entries of a topology or of extra parameters."""
 
 IDENTITY_MAX: Final = 64 << 10
-"""Bytes of an identity in all: an object's annotations may have 256 KiB (apimachinery's limit)."""
+"""Bytes of an identity as JSON: an object's annotations may have 256 KiB in all (apimachinery's limit)."""
 
 TENSORS_MAX: Final = 1 << 18
 """Of one worker; the largest known has some ten thousand."""
@@ -44,18 +45,18 @@ def check_identity(identity: SourceIdentity) -> None:
     """
     if not identity.model_name:
         raise InvalidArgumentError("the identity has no model name", remedy="set identity.model_name")
-    size = 0
     for field in fields(identity):
         value = getattr(identity, field.name)
         where = f"identity.{field.name}"
         if isinstance(value, str):
-            size += _text(where, value)
+            _text(where, value)
         elif isinstance(value, int):
             _number(where, value, U32_MAX)
         else:
-            size += _pairs(where, value.items())
+            _pairs(where, value.items())
+    size = len(identity_text(identity).encode())
     if size > IDENTITY_MAX:
-        raise TooLargeError(f"the identity has {size} bytes of text, more than {IDENTITY_MAX}")
+        raise TooLargeError(f"the identity has {size} bytes as JSON, more than {IDENTITY_MAX}")
 
 
 def check_worker(worker: WorkerRecord) -> None:
@@ -123,11 +124,13 @@ def _check_tensor(tensor: TensorDescriptor) -> None:
     _number(f"device_id of {tensor.name}", tensor.device_id, U32_MAX)
 
 
-def _pairs(name: str, pairs: Iterable[tuple[str, str]]) -> int:
+def _pairs(name: str, pairs: Iterable[tuple[str, str]]) -> None:
     pairs = list(pairs)
     if len(pairs) > MAP_MAX:
         raise InvalidArgumentError(f"{name} has {len(pairs)} entries, more than {MAP_MAX}")
-    return sum(_text(f"a key of {name}", key) + _text(f"{name}[{key[:80]!r}]", value) for key, value in pairs)
+    for key, value in pairs:
+        _text(f"a key of {name}", key)
+        _text(f"{name}[{key[:80]!r}]", value)
 
 
 def _text(name: str, value: str) -> int:
