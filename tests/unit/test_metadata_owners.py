@@ -343,6 +343,10 @@ async def test_a_worker_whose_last_word_is_a_heartbeat_is_stale(
         await store.backend.update_status(BASE_ID, "w0", 0, READY, store.clock.ms)
         workers[0].kill()
     await until_statuses(store, w0=STALE)
+    with pytest.raises(RefusedError) as caught:  # as a child would, by the connection that it got from it
+        async with watch.beating(workers[0].caller, (BASE_ID, "w0"), 0):
+            raise AssertionError
+    assert caught.value.reason == "PeerGone"
 
 
 async def test_a_record_that_is_gone_is_no_trouble(

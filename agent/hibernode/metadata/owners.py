@@ -106,16 +106,17 @@ class OwnerWatch:
 
         A process is watched from then on if none is known: the agent was started after the publication.
 
+        :raises RefusedError: ``PeerGone``: the caller's process has ended, and another uses its connection.
         :raises UnavailableError: ``WorkerFrozen``: it is being checkpointed.
         """
         self._check_free(caller, key)
-        yield
-        if caller.process is not None and key not in self._owners and key not in self._publishing:
-            try:
-                with _hold(caller.process) as process:
-                    self._register(key, rank, process, caller.key)
-            except RefusedError:
-                self._mark_soon(key, rank)  # that was its last word
+        with ExitStack() as held:
+            process = None
+            if caller.process is not None and key not in self._owners:
+                process = held.enter_context(_hold(caller.process))
+            yield
+            if process is not None and key not in self._owners and key not in self._publishing:
+                self._register(key, rank, process, caller.key)
         await self._mark_if_held(caller, key, rank)
 
     def forget(self, key: Key) -> None:
