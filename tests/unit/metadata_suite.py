@@ -208,6 +208,7 @@ BAD_WORKERS = [
     pytest.param(peer(agent_name="x" * 5000), id="long agent name"),
     pytest.param(peer(metadata_endpoint="\ud800"), id="no text"),
     pytest.param(peer(topology=dict.fromkeys(map(str, range(300)), "")), id="large topology"),
+    pytest.param(peer(topology=dict.fromkeys("abcde", "x" * 2000)), id="large texts together"),
     pytest.param(peer(source_load=math.inf), id="endless load"),
     pytest.param(peer(payload=BackendPayload(BackendType.NONE, nixl=b"x")), id="payload of another type"),
 ]

@@ -370,7 +370,7 @@ def test_hostile_words_steer_no_terminal(agent, here, words, form):
 
 def test_a_long_word_takes_no_column_away(agent, here):
     """A table cuts it; JSON and a record alone have all of it."""
-    long = "m" * 4096
+    long = "m" * 4000
     publish(agent, "w0", model=long, topology={"host": long}, worker_grpc_endpoint=long)
     for verb in ("sources", "workers"):
         _, out, _ = here("metadata", verb)

@@ -31,6 +31,9 @@ TEXT_MAX: Final = 4096
 MAP_MAX: Final = 256
 """Entries of a topology or of extra parameters."""
 
+WORKER_MAX: Final = 8 << 10
+"""Bytes of a worker's texts together: all lists of its source have them, and an answer may have 100 MB."""
+
 IDENTITY_MAX: Final = 64 << 10
 """Bytes of an identity as JSON: an object's annotations may have 256 KiB in all (apimachinery's limit)."""
 
@@ -66,12 +69,17 @@ def check_worker(worker: WorkerRecord) -> None:
     :raises TooLargeError: more tensors than any worker has.
     """
     _number("worker_rank", worker.rank, RANK_MAX)
-    for name in ("metadata_endpoint", "agent_name", "worker_grpc_endpoint", "accelerator"):
-        _text(name, getattr(worker, name))
-    _pairs("topology", worker.topology.items())
+    payload, names = (
+        worker.payload,
+        ("metadata_endpoint", "agent_name", "worker_grpc_endpoint", "accelerator"),
+    )
+    size = sum(_text(name, getattr(worker, name)) for name in names) + _pairs(
+        "topology", worker.topology.items()
+    )
+    size += _text("transfer_engine_session_id", payload.session_id)
+    if size > WORKER_MAX:
+        raise InvalidArgumentError(f"topology, endpoints and names have {size} bytes, more than {WORKER_MAX}")
     check_load(worker.source_load)
-    payload = worker.payload
-    _text("transfer_engine_session_id", payload.session_id)
     if bool(payload.nixl) > (payload.type is BackendType.NIXL) or bool(payload.session_id) > (
         payload.type is BackendType.TRANSFER_ENGINE
     ):
@@ -124,13 +132,12 @@ def _check_tensor(tensor: TensorDescriptor) -> None:
     _number(f"device_id of {tensor.name}", tensor.device_id, U32_MAX)
 
 
-def _pairs(name: str, pairs: Iterable[tuple[str, str]]) -> None:
+def _pairs(name: str, pairs: Iterable[tuple[str, str]]) -> int:
+    """Check texts by name; returns the bytes of all."""
     pairs = list(pairs)
     if len(pairs) > MAP_MAX:
         raise InvalidArgumentError(f"{name} has {len(pairs)} entries, more than {MAP_MAX}")
-    for key, value in pairs:
-        _text(f"a key of {name}", key)
-        _text(f"{name}[{key[:80]!r}]", value)
+    return sum(_text(f"a key of {name}", key) + _text(f"{name}[{key[:80]!r}]", value) for key, value in pairs)
 
 
 def _text(name: str, value: str) -> int:

@@ -10,8 +10,8 @@ from hibernode.metadata.access import ROOT
 from hibernode.metadata.backend import MetadataBackend, WorkerQuery
 from hibernode.metadata.records import SourceStatus
 
-MAX_RECORDS: Final = 4096
-"""A pod of 8 ranks with 9 kinds of sources that starts anew each minute makes 4,300 in the hour they stay."""
+MAX_RECORDS: Final = 1024
+"""A pod of 8 ranks with 9 kinds of sources has 72 that live."""
 
 MAX_BYTES: Final = 512 << 20
 """Of payloads and tensors; etcd takes 2 GiB of all that a cluster has (its default)."""
