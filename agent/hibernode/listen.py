@@ -9,7 +9,8 @@ import os
 import socket
 import stat
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from hibernode.errors import BusyError, StorageError
@@ -96,11 +97,22 @@ class SocketLock:
         :raises BusyError: another agent is running.
         :raises StorageError: the directory or what stands there is not fit.
         """
-        try:
+        self.take()
+        with self._said():
+            return self._bind()
+
+    def take(self) -> None:
+        """Take the path, for somebody else to listen on it. Raises as :meth:`listen`."""
+        with self._said():
             self._prepare_directory()
             self._acquire()
             self._remove_stale()
-            return self._bind()
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        """Say for people what the system refuses."""
+        try:
+            yield
         except OSError as error:
             raise StorageError(
                 f"{self._setting}: {self.path}: {error.strerror or error}",
@@ -190,7 +202,7 @@ class SocketLock:
         who = f" (pid {pid})" if pid > 0 else ""
         return BusyError(
             f"another agent is running{who}: it holds {self.path}",
-            remedy=f"stop it first, or give this one its own {self._setting}, store and signal directory",
+            remedy="stop it first, or give this one sockets, state_dir, store and signals of its own",
             reason="AgentRunning",
             pid=pid,
         )

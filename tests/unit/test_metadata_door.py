@@ -17,12 +17,14 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from hibernode.daemon import Agent
-from hibernode.errors import HibernodeError, StorageError
+from hibernode.errors import BusyError, HibernodeError, StorageError
 from hibernode.host.procfs import read_stat
 from hibernode.metadata.frames import Unfinished
 from hibernode.metadata.front import PREFACE, Doors
+from hibernode.metadata.part import MetadataPart
 from hibernode.metadata.shares import Share
 from hibernode.settings import MetadataSettings, Settings
 from tests.unit.service_kit import (
@@ -491,6 +493,30 @@ async def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -
         async with serving(socket=directory / "mx.sock"):
             pass
     assert caught.value.reason == "SocketDirectoryUnsafe"
+
+
+async def test_a_second_agent_with_the_same_state_is_refused_and_takes_nothing_away(tmp_path: Path) -> None:
+    """It had removed the private socket of the first, whose callers then came out at the second."""
+    async with serving() as service, service.client() as client:
+        await client.publish("w0")
+        found = Settings(
+            state_dir=service.part._private.parent,
+            metadata=MetadataSettings(socket=tmp_path / "own" / "mx.sock", listen=""),
+        )
+        with pytest.raises(BusyError) as caught:
+            await MetadataPart(found, CollectorRegistry()).start()
+        assert "grpc.sock" in caught.value.message
+        async with service.client() as other:
+            assert len(await other.list()) == 1
+
+
+async def test_a_socket_that_is_removed_beneath_the_agent_is_said() -> None:
+    """Workers cannot reach it, and it would not notice."""
+    async with serving() as service:
+        assert "records" in await service.part.check()
+        service.path.unlink()
+        with pytest.raises(HibernodeError, match="was removed"):
+            await service.part.check()
 
 
 async def test_an_agent_serves_it_when_enabled_and_tells_of_it(tmp_path: Path) -> None:

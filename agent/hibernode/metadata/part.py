@@ -71,9 +71,10 @@ class MetadataPart:
         self._lock = SocketLock(
             self._settings.socket, "metadata.socket", mode=SOCKET_MODE, directory_mode=DIRECTORY_MODE
         )
+        self._inner = SocketLock(self._private / "grpc.sock", "state_dir", directory_mode=0o700)
         found = self._settings
         self._front = Front(
-            self._private / "grpc.sock",
+            self._inner.path,
             Doors(found.connections, max(1, found.connections // 8), LARGEST * found.max_message_bytes),
         )
         self._blobs = Blobs(
@@ -110,10 +111,9 @@ class MetadataPart:
         from hibernode.metadata.service import Rules, Service  # noqa: PLC0415 - as above
 
         found = self._settings
-        self._private.mkdir(mode=0o700, parents=True, exist_ok=True)
+        socket = self._inner.path
+        self._inner.take()
         self._private.chmod(0o700)
-        socket = self._private / "grpc.sock"
-        socket.unlink(missing_ok=True)
         self.backend = self._given or await self._make_backend()
         if found.tokens and self._reviewer is None:
             from hibernode.metadata.token_review import KubeReviewer  # noqa: PLC0415 - only in a cluster
@@ -245,6 +245,7 @@ class MetadataPart:
         self.backend = self._grpc = self._service = self._api = None
         self._owners = self._absences = self._reaper = None
         self._lock.release()
+        self._inner.release()
         self.addresses.clear()
 
     async def _make_backend(self) -> MetadataBackend:
@@ -293,6 +294,9 @@ class MetadataPart:
         """
         if self._service is None or not self._service.ready or self.backend is None:
             raise HibernodeError(f"no records yet: {self.trouble}")
+        for path in (self._lock.path, self._inner.path):
+            if not path.is_socket():
+                raise HibernodeError(f"{path} was removed, nobody can connect: start the agent again")
         stats = self.backend.stats()
         if stats.trouble or not stats.synced:
             age = f", the list of records is {stats.age_seconds:.0f} s old" if stats.age_seconds else ""
