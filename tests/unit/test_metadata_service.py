@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hibernode.errors import IntegrityError, UnavailableError, UsageError
 from hibernode.host.procfs import read_stat
 from hibernode.metadata.access import Caller, Gate, Reviewed, outermost
 from hibernode.metadata.backends.sqlite import SqliteBackend
-from hibernode.metadata.health import HEALTH
+from hibernode.metadata.health import HEALTH, HealthMethods
 from hibernode.metadata.mapping import owner_reference
 from hibernode.metadata.records import NOBODY, PodRef, SourceStatus
 from hibernode.metadata.service import CHANGES
@@ -252,6 +253,21 @@ async def test_health_is_told_and_reflection_is_not_there() -> None:
         for path in ("grpc.reflection.v1.ServerReflection/ServerReflectionInfo", "x/y"):
             other: Any = client.channel.unary_unary(f"/{path}")
             assert (await refused(other(b"")))[0] is CODE.UNIMPLEMENTED
+
+
+async def test_health_is_looked_at_once_for_all_who_ask() -> None:
+    """Hundreds may watch it, and a look goes over every record."""
+    looks = Counter[str]()
+
+    def serves() -> bool:
+        looks["looks"] += 1
+        return True
+
+    methods = HealthMethods(("x",), serves, lambda _: None)
+    context: Any = None
+    for name in ("", "x") * 50:
+        assert (await methods._check(HEALTH.HealthCheckRequest(service=name), context)).status == 1
+    assert looks.total() < 50
 
 
 async def test_only_a_watch_over_tcp_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
@@ -14,6 +15,9 @@ from hibernode.metadata import proto
 HEALTH: Final = proto.load("health")
 PERIOD: Final = 1.0
 """Seconds in which a watcher sees a change."""
+
+KEEP: Final = 0.2
+"""Seconds for which SERVING holds, however many ask: it takes a look at every record."""
 
 _SERVING: Final = 1
 _NOT_SERVING: Final = 2
@@ -32,6 +36,7 @@ class HealthMethods:
         self, names: tuple[str, ...], serves: Callable[[], bool], admit: Callable[[Any], object]
     ) -> None:
         self._names, self._serves, self._admit = ("", *names), serves, admit
+        self._last, self._until = False, 0.0
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Build what :meth:`grpc.aio.Server.add_generic_rpc_handlers` takes."""
@@ -68,4 +73,6 @@ class HealthMethods:
     def _status(self, service: str) -> int:
         if service not in self._names:
             return _UNKNOWN
-        return _SERVING if self._serves() else _NOT_SERVING
+        if not self._last or time.monotonic() >= self._until:
+            self._last, self._until = self._serves(), time.monotonic() + KEEP
+        return _SERVING if self._last else _NOT_SERVING
