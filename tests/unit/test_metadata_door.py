@@ -343,7 +343,9 @@ def test_bytes_of_a_request_count_until_either_side_ends_it() -> None:
         assert unfinished.bytes == 150
         unfinished.answered(frame(0, 0, 3, bytes(5)) + frame(1, 5, 3))
         assert unfinished.bytes == 100
-        unfinished.asked(frame(0, 1, 1))
+        unfinished.asked(frame(0, 1, 1, b"12")[:-1])  # the last frame of a request, but for its last byte
+        assert unfinished.bytes == 102
+        unfinished.asked(b"2")
         unfinished.answered(frame(3, 0, 7, bytes(4)))
         assert unfinished.bytes == 0
 

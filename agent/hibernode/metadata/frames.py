@@ -26,16 +26,18 @@ class Unfinished:
 
     def asked(self, data: bytes) -> None:
         """Take in what the client sent, behind the preface."""
-        for kind, flags, stream, length in self._asked.feed(data):
-            if kind == _DATA:
+        for kind, flags, stream, length, whole in self._asked.feed(data):
+            if whole:
+                self._end(kind, flags, stream)
+            elif kind == _DATA:
                 self._streams[stream] = self._streams.get(stream, 0) + length
                 self.bytes += length
-            self._end(kind, flags, stream)
 
     def answered(self, data: bytes) -> None:
         """Take in what the server sent: it may end a request before the client does."""
-        for kind, flags, stream, _ in self._answered.feed(data):
-            self._end(kind, flags, stream)
+        for kind, flags, stream, _, whole in self._answered.feed(data):
+            if whole:
+                self._end(kind, flags, stream)
 
     def _end(self, kind: int, flags: int, stream: int) -> None:
         if kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
@@ -43,24 +45,30 @@ class Unfinished:
 
 
 class _Frames:
-    """Finds the headers in what comes in pieces."""
+    """Finds the frames in what comes in pieces."""
 
     def __init__(self) -> None:
-        self._head, self._skip = b"", 0
+        self._head, self._left = b"", 0
+        self._kind = self._flags = self._stream = self._length = 0
 
-    def feed(self, data: bytes) -> Iterator[tuple[int, int, int, int]]:
-        """Yield type, flags, stream and length of each frame that begins in ``data``."""
+    def feed(self, data: bytes) -> Iterator[tuple[int, int, int, int, bool]]:
+        """Yield type, flags, stream and length of each frame twice: when it begins, and when it is whole."""
         at = 0
         while at < len(data):
-            if self._skip:
-                step = min(self._skip, len(data) - at)
-                self._skip -= step
-                at += step
-                continue
-            piece = data[at : at + _HEADER - len(self._head)]
-            self._head += piece
-            at += len(piece)
-            if len(self._head) == _HEADER:
-                head, self._head = self._head, b""
-                self._skip = int.from_bytes(head[:3])
-                yield head[3], head[4], int.from_bytes(head[5:]) & 0x7FFFFFFF, self._skip
+            if len(self._head) < _HEADER:
+                piece = data[at : at + _HEADER - len(self._head)]
+                self._head += piece
+                at += len(piece)
+                if len(self._head) < _HEADER:
+                    return
+                head = self._head
+                self._length = self._left = int.from_bytes(head[:3])
+                self._kind, self._flags = head[3], head[4]
+                self._stream = int.from_bytes(head[5:]) & 0x7FFFFFFF
+                yield self._kind, self._flags, self._stream, self._length, False
+            step = min(self._left, len(data) - at)
+            self._left -= step
+            at += step
+            if not self._left:
+                yield self._kind, self._flags, self._stream, self._length, True
+                self._head = b""
