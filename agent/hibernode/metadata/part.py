@@ -367,7 +367,7 @@ def _options(max_message: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", max_message),
         ("grpc.max_send_message_length", MAX_SEND),
-        ("grpc.max_concurrent_streams", 128),
+        ("grpc.max_concurrent_streams", 32),  # each may bring 64 KiB of metadata, and never end
         ("grpc.max_metadata_size", 32 << 10),
         ("grpc.absolute_max_metadata_size", 64 << 10),
         ("grpc.so_reuseport", 0),
