@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from hibernode.errors import RefusedError, UnavailableError
 from hibernode.host import procfs
-from hibernode.metadata import owners
+from hibernode.metadata import owners, roster
 from hibernode.metadata.access import Caller
 from hibernode.metadata.owners import OwnerWatch
 from hibernode.metadata.records import SourceStatus
@@ -347,6 +348,38 @@ async def test_a_worker_whose_last_word_is_a_heartbeat_is_stale(
         async with watch.beating(workers[0].caller, (BASE_ID, "w0"), 0):
             raise AssertionError
     assert caught.value.reason == "PeerGone"
+
+
+async def test_who_ended_while_no_agent_ran_is_stale_when_the_next_one_starts(
+    store: Store, watch: OwnerWatch, workers: list[Worker], tmp_path: Path
+) -> None:
+    """The others are watched on, and what was published anew since is another's."""
+    for number, worker in enumerate([workers[0], workers[1], workers[0]]):
+        await publish(store, watch, f"w{number}", number, worker)
+    roster.save(tmp_path / "roster", await watch.entries())
+    await watch.close()
+    workers[0].kill()
+    await store.backend.publish_metadata(BASE, "w2", peer(2, agent_name="elsewhere"))
+    await store.backend.update_status(BASE_ID, "w2", 2, READY, store.clock.forward(1))
+    following = OwnerWatch(store.backend, clock=store.clock)
+    await following.resume(roster.load(tmp_path / "roster"))
+    await until_statuses(store, w0=STALE, w1=READY, w2=READY)
+    assert len(following) == 1
+    workers[1].kill()
+    await until_statuses(store, w0=STALE, w1=STALE, w2=READY)
+    await following.close()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"boot": "x", "entries": []}', '{"entries": [[1, 2]]}'])
+def test_a_broken_roster_is_none(tmp_path: Path, text: str) -> None:
+    """So is one from before the machine's start, whose pids mean nothing now, and one with odd fields."""
+    (tmp_path / "roster").write_text(text)
+    assert roster.load(tmp_path / "roster") == []
+    entry = roster.Entry(1, 2, "uid:0", "s", "w", 0, 1)
+    roster.save(tmp_path / "roster", [entry])
+    assert roster.load(tmp_path / "roster") == [entry]
+    roster.save(tmp_path / "roster", [replace(entry, pid="1")])  # type: ignore[arg-type]
+    assert roster.load(tmp_path / "roster") == []
 
 
 async def test_a_record_that_is_gone_is_no_trouble(

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,6 +18,7 @@ from hibernode.metadata.access import Caller
 from hibernode.metadata.backend import MetadataBackend, WorkerQuery
 from hibernode.metadata.publish import acceptable
 from hibernode.metadata.records import SourceInstance, SourceStatus
+from hibernode.metadata.roster import Entry
 from hibernode.workload import ProcessKey
 
 TRIES: Final = 20
@@ -60,6 +61,8 @@ class OwnerWatch:
         self._publishing = Counter[Key]()
         self._missed: dict[Key, int] = {}
         """Of a process that ended while its record was being published anew; with their ranks."""
+        self.changes = 0
+        """Grows with every change of what :meth:`entries` gives."""
         self._frozen = Counter[ProcessKey]()
         self._held = Counter[Key]()
         self._tasks: set[asyncio.Task[bool]] = set()
@@ -123,9 +126,43 @@ class OwnerWatch:
         """Watch it no longer: its record was removed, or another process has it now."""
         owner = self._owners.pop(key, None)
         if owner is not None:
+            self.changes += 1
             del self._processes[owner].records[key]
             if not self._processes[owner].records:
                 self._release(owner)
+
+    # another agent ------------------------------------------------------------------------------------
+
+    async def entries(self) -> list[Entry]:
+        """List what is watched, for the next agent.
+
+        :raises UnavailableError: the records are not known now.
+        """
+        found = []
+        for key, owner in list(self._owners.items()):
+            one, watched = await self._find(key), self._processes.get(owner)
+            if one is not None and watched is not None:
+                place = (*key, watched.records.get(key, one.rank), one.generation)
+                found.append(Entry(owner.pid, owner.start_ticks, watched.caller, *place))
+        return found
+
+    async def resume(self, entries: Iterable[Entry]) -> None:
+        """Watch what the agent before did; who has ended meanwhile is noticed now.
+
+        A record that was published anew since is another's: it may be of another node by now.
+
+        :raises UnavailableError: the records are not known now.
+        """
+        for entry in entries:
+            key = (entry.source_id, entry.worker_id)
+            one = await self._find(key)
+            if one is None or one.generation != entry.generation or key in self._owners:
+                continue
+            try:
+                with _hold(entry.process) as process:
+                    self._register(key, entry.rank, process, entry.caller)
+            except RefusedError:
+                self._mark_soon(key, entry.rank)
 
     # checkpoints --------------------------------------------------------------------------------------
 
@@ -197,6 +234,7 @@ class OwnerWatch:
             asyncio.get_running_loop().add_reader(watched.pidfd, self._ended, process.key)
         watched.records[key] = rank
         self._owners[key] = process.key
+        self.changes += 1
 
     def _release(self, owner: ProcessKey) -> _Watched:
         """Watch a process no longer."""
@@ -208,6 +246,7 @@ class OwnerWatch:
 
     def _ended(self, owner: ProcessKey) -> None:
         """Take it that a process has ended."""
+        self.changes += 1
         for key, rank in self._release(owner).records.items():
             del self._owners[key]
             self._mark_soon(key, rank)

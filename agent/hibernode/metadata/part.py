@@ -7,12 +7,13 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from hibernode.errors import HibernodeError, StorageError, UnavailableError, UsageError
 from hibernode.kube.account import own_namespace
 from hibernode.listen import SocketLock, tcp_sockets
+from hibernode.metadata import roster
 from hibernode.metadata.absence import Absences
 from hibernode.metadata.access import Gate, Reviewer, by_address, by_credentials, is_loopback
 from hibernode.metadata.backend import BackendStats, ChangeKind, MetadataBackend
@@ -37,6 +38,9 @@ log = logging.getLogger("hibernode.metadata")
 
 RETRY_SECONDS: Final = 2.0
 """Between attempts to reach the backend."""
+
+ROSTER_SECONDS: Final = 1.0
+"""In which the processes that are watched are noted."""
 
 GRACE_SECONDS: Final = 1.0
 """What requests in work have when the agent stops."""
@@ -66,6 +70,7 @@ class MetadataPart:
     ) -> None:
         self._settings, self._node = settings.metadata, settings.node
         self._private = settings.state_dir / "metadata"
+        self._roster = self._private / "processes.json"
         self._given, self._reviewer = backend, reviewer
         self._places = places or LocalPlaces(settings.node)
         self._lock = SocketLock(
@@ -188,9 +193,23 @@ class MetadataPart:
             else:
                 self.trouble, self._service.ready = "", True
                 log.info("metadata: records from %s, socket %s", self.backend.name, self._settings.socket)
+        assert self._owners is not None
+        with suppress(UnavailableError):
+            await self._owners.resume(await asyncio.to_thread(roster.load, self._roster))
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_roster(self._owners))
             group.create_task(self._reaper.run(self._settings.scan_seconds))
             group.create_task(self._follow(self.backend, self._service))
+
+    async def _keep_roster(self, owners: OwnerWatch) -> None:
+        """Note who is watched, for the next agent; what it does not find there it learns from heartbeats."""
+        noted = -1
+        while True:
+            if noted != owners.changes:
+                noted = owners.changes
+                with suppress(UnavailableError, OSError):
+                    await asyncio.to_thread(roster.save, self._roster, await owners.entries())
+            await asyncio.sleep(ROSTER_SECONDS)
 
     async def _follow(self, backend: MetadataBackend, service: Service) -> None:
         """Keep nothing of records that are removed, whoever removes them."""
