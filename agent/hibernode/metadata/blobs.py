@@ -22,6 +22,7 @@ from hibernode.metadata.gate import check_worker
 from hibernode.metadata.locality import Node, reachable, split_endpoint
 from hibernode.metadata.nixl_blob import read_header, refuse_foreign, require_agent
 from hibernode.metadata.nixl_wire import fetch_blob
+from hibernode.metadata.publish import off_loop
 from hibernode.metadata.records import BackendPayload, BackendType, SourceInstance, SourceRecord, WorkerRecord
 from hibernode.metadata.shelf import ContentKey, content_key
 from hibernode.metadata.wire import MANIFEST, P2P, check_fields, found_parts, tensors_of
@@ -38,6 +39,9 @@ SUSPECT_SECONDS: Final = 10.0
 """How long a worker that did not answer is no reason to hide others."""
 
 MAX_SUSPECTS: Final = 4096
+MANY: Final = 1000
+"""Tensors that take longer to encode than the event loop should be kept waiting."""
+
 ENTRY_BYTES: Final = 1024
 """Of an entry beside its encoded answer."""
 
@@ -102,11 +106,11 @@ class Blobs:
             entry = self._entries.get(key)
             if entry is None or entry.digest:
                 refuse_foreign(worker.payload.nixl, worker.agent_name, IntegrityError)
-                entry = _Entry(found_parts(record))
+                entry = _Entry(await _encoded(record))
                 self._put(key, entry)
             return entry.encoded, False
         entry = await self._confirmed(record, worker, owner, node)
-        return (found_parts(record), False) if entry is None else (entry.encoded, True)
+        return (await _encoded(record), False) if entry is None else (entry.encoded, True)
 
     async def blob(self, record: SourceRecord, owner: str, node: Node) -> bytes | None:
         """Return a worker's blob if the worker confirms it."""
@@ -201,6 +205,10 @@ class Blobs:
         self._entries[key] = entry
         while self.bytes > self._max and self._entries:
             self.bytes -= self._entries.popitem(last=False)[1].size
+
+
+async def _encoded(record: SourceRecord) -> bytes:
+    return await off_loop(record.instance.tensor_count > MANY, lambda: found_parts(record))
 
 
 def _askable(worker: WorkerRecord, owner: str, node: Node) -> bool:

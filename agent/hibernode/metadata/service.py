@@ -40,6 +40,7 @@ from hibernode.metadata.mapping import kept_bytes
 from hibernode.metadata.meter import Meter
 from hibernode.metadata.nixl_ports import NixlPorts
 from hibernode.metadata.owners import OwnerWatch
+from hibernode.metadata.publish import off_loop
 from hibernode.metadata.quota import make_room
 from hibernode.metadata.records import PodRef, SourceInstance, SourceRecord, SourceStatus
 from hibernode.metadata.shares import LARGEST, Share
@@ -64,7 +65,10 @@ WATCH_SECONDS: Final = 1800.0
 """After which a watch over TCP is to begin again: its token may be good no longer."""
 
 SMALL: Final = 256 << 10
-"""Bytes of a message that is decoded at once: what may come of it is 10 MiB at most."""
+"""Bytes of a message that needs no look at before it is decoded: what may come of it is 10 MiB at most."""
+
+QUICK: Final = 16 << 10
+"""Bytes of one that is decoded on the event loop."""
 
 LARGE: Final = 2
 """Publications larger than that in work at one time, one of one caller."""
@@ -172,7 +176,8 @@ class Service:
                 async with asyncio.timeout(self._seconds_for(context)):
                     admitted = await self._admit(caller, context)
                     if len(data) <= SMALL:
-                        good, answer = await work(_decode(method.request, data), admitted)
+                        request = await off_loop(len(data) > QUICK, lambda: _decode(method.request, data))
+                        good, answer = await work(request, admitted)
                     else:
                         _check_large(name, data)
                         lane = self._lanes.setdefault(caller.key, asyncio.Lock())

@@ -116,7 +116,7 @@ class KubernetesBackend:
     ) -> SourceInstance:
         """Write a record: object, ConfigMap, then the status that makes it a record."""
         check_identity(identity)
-        check_worker(worker)
+        await off_loop(len(worker.tensors) > 100, lambda: check_worker(worker))  # noqa: PLR2004
         worker_id, owner = WorkerId(worker_id), complete_owner(owner)
         name = object_name(mx_source_id(identity), worker_id)
         tensors = await off_loop(len(worker.tensors) > 100, lambda: store(worker.tensors))  # noqa: PLR2004

@@ -118,7 +118,7 @@ class SqliteBackend:
     ) -> SourceInstance:
         """Write a record in one transaction."""
         check_identity(identity)
-        check_worker(worker)
+        await off_loop(len(worker.tensors) > 100, lambda: check_worker(worker))  # noqa: PLR2004
         worker_id, owner = WorkerId(worker_id), complete_owner(owner)
         source_id = mx_source_id(identity)
         tensors = await off_loop(len(worker.tensors) > 100, lambda: store(worker.tensors))  # noqa: PLR2004
