@@ -92,7 +92,7 @@ def test_a_restored_tree_runs_on_the_gpus_that_are_here(frozen: Frozen) -> None:
     assert rows["restore.gpu_map"]["found"] == MAP
     assert frozen.tool.calls() == []
     directory = frozen.restore().splitlines()[-1]
-    assert read_json(Path(directory) / "journal.json")["gpu_map"] == MAP
+    assert json.loads((Path(directory) / "journal.json").read_text())["gpu_map"] == MAP
     assert [frozen.tool.ask(pid) for pid in frozen.pids] == ["running"] * 5
     calls = [line.split() for line in frozen.tool.calls()]
     assert {int(words[1]) for words in calls} == set(frozen.pids)
