@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from hibernode.manifests import read_objects
+from hibernode.manifests import manifests
 from tests.cluster.node import Cluster
 from tests.real.boxes_ctr import KUBERNETES
 from tests.real.node import free_port
@@ -55,20 +55,18 @@ class Installation:
             "placeholder": self.pods,
         }
         template = "/spec/template/spec"
-        (agent,) = (
-            each
-            for each in read_objects((DAEMONSET / "base/agent.yaml").read_text())
-            if each["kind"] == "DaemonSet"
-        )
-        volumes = [each["name"] for each in agent["spec"]["template"]["spec"]["volumes"]]
-        assert {*volumes} == {*places, "cgroup"}
+        (agent,) = (each for each in manifests(components) if each["kind"] == "DaemonSet")
+        volumes = agent["spec"]["template"]["spec"]["volumes"]
+        on_node = {each["name"] for each in volumes if "hostPath" in each}
+        assert on_node <= {*places, "cgroup"}
         patch: list[dict[str, Any]] = [
             {
                 "op": "replace",
-                "path": f"{template}/volumes/{volumes.index(name)}/hostPath/path",
-                "value": str(path),
+                "path": f"{template}/volumes/{at}/hostPath/path",
+                "value": str(places[each["name"]]),
             }
-            for name, path in places.items()
+            for at, each in enumerate(volumes)
+            if each["name"] in on_node & {*places}
         ]
         patch += [
             {"op": "replace", "path": f"{template}/containers/0/{probe}/httpGet/port", "value": self.port}
@@ -81,7 +79,8 @@ class Installation:
             ("volumes", {"name": "layers", "hostPath": {"path": layers}}),
             ("containers/0/volumeMounts", {"name": "layers", "mountPath": layers}),
         ):
-            patch.append({"op": "add", "path": f"{template}/{place}/-", "value": value})
+            if "signals" in on_node:  # an agent that only reports looks into no container
+                patch.append({"op": "add", "path": f"{template}/{place}/-", "value": value})
         listen = f"127.0.0.1:{self.port}"
         settings = [{"op": "add", "path": "/data/HIBERNODE_SERVER_LISTEN", "value": listen}]
         daemonset = Path(os.path.relpath(DAEMONSET, self.base))

@@ -30,6 +30,7 @@ while true; do sleep 0.1; done
 """
 """A worker of era B: handlers, and then it says that it is ready."""
 
+SIGNAL_FILE = "DYN_CHECKPOINT_SIGNAL_FILE"
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 OUTAGE_SECONDS = 60.0
 """How long the API server is away."""
@@ -114,22 +115,27 @@ def test_an_outage_of_the_api_server_loses_nothing(pods: Pods, tmp_path: Path) -
 
 
 def test_an_expired_watch_is_survived(pods: Pods) -> None:
-    """What came after it is seen; a bad label gets an event and its worker an answer, not a crash."""
+    """What came after it is seen; a bad label gets an event and its worker an answer, not a crash.
+
+    Also one whose file bears the label's name; the worker of a Job that cannot be told at all is ended.
+    """
     pods.kube.expire()
     id_ = pods.node.new_id()
-    bad = pods.pod("bad", {A1.source: "true", A1.ids[0]: "Not-An-Id"}, env=signal_env(id_))
+    bad_labels = {A1.source: "true", A1.ids[0]: "Not-An-Id"}
+    bad = pods.pod("bad", bad_labels, env={SIGNAL_FILE: f"/signals/{id_}.done"})
     box = pods.run(bad, id_)
     pods.events("bad", "CheckpointFailed")
     answer = pods.node.done(id_)
     assert answer["success"] is False
     assert "InvalidCheckpointId" in answer["error"]
     assert box.wait() == 3
+    path = "/signals/Not-An-Id.done"
+    named = pods.run(pods.pod("named", bad_labels, env={SIGNAL_FILE: path}), id_, env={SIGNAL_FILE: path})
+    assert named.wait() == 3, pods.node.tail()
+    untold = pods.run(pods.pod("untold", bad_labels, job=pods.job("job")), id_, env={SIGNAL_FILE: "/x.done"})
+    assert untold.wait() == 128 + 9
+    pods.events("job", "CheckpointFailed", "WorkerKilled")
     pods.wait_synced()
-
-
-def signal_env(id_: str) -> dict[str, str]:
-    """Give the variable that says where a worker waits for its answer."""
-    return {"DYN_CHECKPOINT_SIGNAL_FILE": f"/signals/{id_}.done"}
 
 
 def test_era_b_is_told_by_signals_and_by_the_pods_annotation(pods: Pods) -> None:

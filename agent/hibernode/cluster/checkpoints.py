@@ -38,6 +38,8 @@ from hibernode.workload import ERA_A1, CheckpointId
 log = logging.getLogger("hibernode.cluster")
 
 RETRY_SECONDS: Final = 1.0
+UNTOLD: Final = f"; it has no {ERA_A1.env_signal_file}, so its worker cannot be told"
+
 STATUS_SECONDS: Final = 5.0
 """A Job's annotation is told before the worker, which then ends: whoever sees the Job end finds it. While the
 API server is away the worker does not wait for longer than this."""
@@ -75,6 +77,10 @@ class Checkpoints:
     async def _is_fit(self, entry: Entry) -> bool:
         """Whether a pod's container is known and may be frozen; one that can never be is refused."""
         ask = entry.ask
+        if entry.refusal is not None:
+            if entry.trigger is not None or ask.ready:
+                await self._refuse(entry, entry.refusal)
+            return False
         if ask.problem is not None and ask.container and not ask.container_id:
             self._refused(entry, ask.problem)  # its worker is told when it runs
             return False
@@ -270,7 +276,7 @@ class Checkpoints:
             if word is not Word.SENTINEL or not entry.control_dir:
                 return ""
         if word is Word.FILE:
-            return f"; it has no {ERA_A1.env_signal_file}, so its worker cannot be told"
+            return UNTOLD
         if not outcome.success:
             process.send_signal(signal.SIGKILL)  # these eras have no other word for it
             return "; its container was killed, as its era has it"
@@ -315,32 +321,49 @@ class Checkpoints:
             self._shared.teller.both(ask, "Warning", "CheckpointFailed", str(problem))
 
     async def _refuse(self, entry: Entry, problem: Problem) -> None:
-        """Let a worker fail at once for whom nothing can be done, rather than wait for its deadline."""
+        """Let a worker fail at once for whom nothing can be done, rather than wait for its deadline.
+
+        It is told again when it is ready: a worker that starts removes the answer that it finds.
+        """
         self._refused(entry, problem)
-        entry.settled = True
-        await self._tell_status(entry.ask, success=False)
-        id_ = self._id_to_answer(entry)
-        if id_ is None:
+        if entry.refusal is None:
+            await self._tell_status(entry.ask, success=False)
+        ready = entry.trigger is not None or entry.ask.ready
+        entry.refusal = problem
+        told = await self._tell_refusal(entry, problem)
+        if not told:
             await self._end(entry)
-            return
-        outcome = Outcome(
-            id_,
-            success=False,
-            reason=problem.reason,
-            message=problem.message,
-            remedy=problem.remedy,
-        )
+        entry.settled = ready or not told or entry.container is None
+
+    async def _tell_refusal(self, entry: Entry, problem: Problem) -> bool:
+        """Tell a worker in its era's way; whether it could be told."""
+        id_, container, label = self._id_to_answer(entry), entry.container, entry.ask.label
         try:
-            await self._answer(entry, outcome)
+            if id_ is not None:
+                outcome = Outcome(id_, False, problem.reason, problem.message, problem.remedy)
+                return await self._answer(entry, outcome) != UNTOLD
+            path = entry.contract.signal_file if entry.contract else ""
+            if container is not None and label and inside.names_its_own(path, label):
+                data = done_payload(label, checkpoint_path="", success=False, error=str(problem))
+                with await asyncio.to_thread(hold, container) as process:
+                    write = partial(inside.write_signal, process, path, label, data)
+                    await apart(write, owner_of(process.pid), inside.WHAT)
+                return True
         except (OSError, HibernodeError) as error:
-            log.error("%s: the worker cannot be told of the refusal: %s", id_, error)  # noqa: TRY400
+            pod = entry.ask.pod
+            log.error("pod %s/%s: cannot be told of the refusal: %s", pod.namespace, pod.name, error)  # noqa: TRY400
+        return False
 
     async def _end(self, entry: Entry) -> None:
-        """Kill the container of a Job that no signal file is written for: its era has no other word."""
-        if entry.ask.era.word is Word.FILE or entry.ask.job is None or entry.container is None:
+        """Kill the container of a Job whose worker cannot be told otherwise; a Job has nothing else to do."""
+        if entry.ask.job is None or entry.container is None:
             return
         with contextlib.suppress(NotFoundError, ProcessLookupError), hold(entry.container) as process:
             process.send_signal(signal.SIGKILL)
+            text = (
+                f"container {entry.ask.container} was killed: its worker cannot be told that it was refused"
+            )
+            self._shared.teller.both(entry.ask, "Warning", "WorkerKilled", text)
 
     def _id_to_answer(self, entry: Entry) -> CheckpointId | None:
         """Give the id that a refused worker waits for an answer on; None where that could be another's.

@@ -18,7 +18,7 @@ from hibernode.host import inroot, procfs
 from hibernode.host.procfs import Process
 from hibernode.host.safefs import Dir
 from hibernode.kube.names import RESTORE_COMPLETE, SENTINEL, SNAPSHOT_COMPLETE
-from hibernode.workload import ERA_A1, CheckpointId
+from hibernode.workload import ERA_A1
 
 WHAT: Final = "a look at its signal file"
 """What can hang, and is then named so."""
@@ -40,8 +40,10 @@ def names_its_own(path: str, id_: str) -> bool:
     return PurePosixPath(path).name == f"{id_}{ERA_A1.done_suffix}"
 
 
-def write_signal(process: Process, path: str, id_: CheckpointId, data: bytes) -> None:
+def write_signal(process: Process, path: str, id_: str, data: bytes) -> None:
     """Write a worker's signal file, whole at every instant, as the container sees its path.
+
+    ``id_`` is a checkpoint's, or what stands in its place in a label; no separator is in it.
 
     :raises RefusedError: the path is another id's. :raises OSError: it cannot be written.
     """

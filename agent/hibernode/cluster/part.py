@@ -56,6 +56,9 @@ FIRST_SECONDS: Final = 10.0
 """The signal directory waits this long for the first list of pods: what their labels say comes first. Where
 the API server is away when the agent starts, what workers say of themselves has to do."""
 
+NO_ID: Final = "0" * 12
+"""Stands for the id of a refused pod that has none; only its ready file is looked for."""
+
 
 def wanted(settings: Settings) -> bool:
     """Whether there is a cluster for this agent: as the settings say, else if it runs in a pod."""
@@ -188,8 +191,8 @@ class KubePart:
         """Look for the ready files of workers that are known."""
         claims: dict[Claim, Entry] = {}
         for entry in sources:
-            if entry.container and entry.contract and entry.trigger is None and not entry.ask.problem:
-                claims[Claim(entry.container.init, entry.ask.id, entry.contract)] = entry
+            if entry.container and entry.contract and entry.trigger is None:
+                claims[Claim(entry.container.init, entry.ask.id or NO_ID, entry.contract)] = entry
         try:
             await watch.follow(claims)
             ready = await asyncio.to_thread(own_ready_files, list(claims))
@@ -351,7 +354,7 @@ class KubePart:
 
 def _state(entry: Entry) -> str:
     """Say in a word how far a pod has come."""
-    if entry.ask.problem is not None:
+    if entry.ask.problem is not None or entry.refusal is not None:
         return "refused"
     if entry.settled:
         return "settled"

@@ -29,6 +29,7 @@ SHOWN: Final = 63
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", re.ASCII)
 _UID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", re.ASCII)
 _CONTAINER: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+_LABEL: Final = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII)
 _CONTAINER_ID: Final = re.compile(r"[a-z][-a-z]{0,31}://([0-9a-f]{64})", re.ASCII)
 
 _PREFIX, _A0_PREFIX = "DYN_CHECKPOINT_", "DYNAMO_CHECKPOINT_"
@@ -80,9 +81,10 @@ class Told:
 class Ask:
     """A pod of this node that asks for something.
 
-    ``id`` is empty where ``problem`` says why. ``container_id``: 64 hexadecimal digits of the target while it
-    runs, else empty. ``ready``: the kubelet says that the target is, by a probe of its own. ``over``: the pod
-    has ended or is about to; ``succeeded``: it has, and well.
+    ``id`` is empty where ``problem`` says why; ``label`` is then what the label has in its place, if that is
+    a word. ``container``: the target, or with a ``problem`` the likeliest to be a worker. ``container_id``:
+    64 hexadecimal digits of it while it runs, else empty. ``ready``: the kubelet says that it is, by a probe
+    of its own. ``over``: the pod has ended or is about to; ``succeeded``: it has, and well.
     ``placeholder``: the target's command is ``hibernode-placeholder``.
     """
 
@@ -99,6 +101,7 @@ class Ask:
     job: Ref | None = None
     placeholder: bool = False
     problem: Problem | None = None
+    label: str = ""
 
 
 def ask_of(raw: Mapping[str, Any], node: str) -> Ask | None:
@@ -122,7 +125,7 @@ def ask_of(raw: Mapping[str, Any], node: str) -> Ask | None:
             + " and ".join(f"a {kind} of era {era.name}" for era, kind in asked),
             remedy="keep the labels of one",
         )
-    target = chosen or {}
+    target = chosen or _likeliest(containers)
     name = str(target.get("name", ""))
     container_id, ready = _state(status, name)
     return Ask(
@@ -139,6 +142,9 @@ def ask_of(raw: Mapping[str, Any], node: str) -> Ask | None:
         job=_job(metadata, pod.namespace),
         placeholder=any(_is_placeholder(word) for word in _words(target)),
         problem=wrong or problem,
+        label=next((text for name in era.ids if _LABEL.fullmatch(text := labels.get(name, ""))), "")
+        if wrong
+        else "",
     )
 
 
@@ -198,6 +204,12 @@ def _target(
     )
 
 
+def _likeliest(containers: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Choose who is to be told that nobody can be chosen: one with a signal file, else the first."""
+    waiting = [each for each in containers if _told_by_env(each).signal_file]
+    return next(iter([*waiting, *containers]), {})
+
+
 def told(env: Mapping[str, str]) -> Told:
     """Read the contract's paths out of an environment, of a pod's spec or of a process."""
     named = {
@@ -229,14 +241,18 @@ def completed(ask: Ask, seen: Told) -> Told:
     )
 
 
-def _told_by_spec(container: Mapping[str, Any], era: KubeEra) -> Told:
+def _told_by_env(container: Mapping[str, Any]) -> Told:
     env: dict[str, str] = {}
     for entry in _objects(container.get("env")):
         name, value = entry.get("name"), entry.get("value")
         # What refers to other variables is only known where it runs.
         if isinstance(name, str) and isinstance(value, str) and "$(" not in value:
             env[name] = value
-    found = told(env)
+    return told(env)
+
+
+def _told_by_spec(container: Mapping[str, Any], era: KubeEra) -> Told:
+    found = _told_by_env(container)
     mounts = [str(each.get("mountPath")).rstrip("/") for each in _objects(container.get("volumeMounts"))]
     if era.word is Word.SENTINEL and not found.control_dir and CONTROL_DIR in mounts:
         return replace(found, control_dir=CONTROL_DIR)

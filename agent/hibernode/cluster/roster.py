@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hibernode.answers import Outcome, Trigger
-from hibernode.cluster.pods import Ask, Kind, ask_of
+from hibernode.cluster.pods import Ask, Kind, Problem, ask_of
 from hibernode.discovery.containers import Container
 from hibernode.discovery.locate import Contract
 from hibernode.kube.follow import newer
@@ -20,8 +20,9 @@ class Entry:
 
     ``container`` and ``contract`` are known once it was found on the node. ``trigger``: what said first that
     it may be frozen. ``at_work``: it is looked at now. ``busy``: a job has it. ``unsaid``: an outcome that
-    the worker could not be told yet. ``settled``: nothing is left to do. ``tried``: a restore was begun.
-    ``again``: it was answered, and asked once more by a file in the signal directory. ``not_before`` and
+    the worker could not be told yet. ``refusal``: why nothing can be done; the worker is told of it again
+    when it is ready. ``settled``: nothing is left to do. ``tried``: a restore was begun. ``again``: it was
+    answered, and asked once more by a file in the signal directory. ``not_before`` and
     ``missing_since``: monotonic seconds.
     """
 
@@ -36,6 +37,7 @@ class Entry:
     busy: bool = False
     settled: bool = False
     unsaid: Outcome | None = None
+    refusal: Problem | None = None
     tried: bool = False
     again: bool = False
     not_before: float = 0.0

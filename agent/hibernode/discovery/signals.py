@@ -368,7 +368,7 @@ def bounded(text: str) -> str:
     return clean if len(text) <= MAX_ERROR_CHARS else clean[: -len(TRUNCATED)] + TRUNCATED
 
 
-def done_payload(id_: CheckpointId, *, checkpoint_path: str, success: bool, error: str = "") -> bytes:
+def done_payload(id_: str, *, checkpoint_path: str, success: bool, error: str = "") -> bytes:
     """Build era A1's answer, for the signal file and for ``checkpoint.done`` in the artifact alike."""
     answer: dict[str, Any] = {
         "checkpoint_id": str(id_),
