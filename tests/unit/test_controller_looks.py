@@ -250,6 +250,43 @@ async def test_different_identities_with_one_hash_are_not_taken_for_one_another(
                 assert (await at.settle("younger"))["status"]["phase"] == "Creating"
 
 
+# A status that somebody has changed.
+
+
+@pytest.mark.parametrize("phase", ["Creating", "Ready"])
+async def test_a_job_of_another_identity_makes_nothing_ready(phase: str) -> None:
+    """The status is lost and the identity changed: what the old Job made is not there under the new hash."""
+    async with desk() as at:
+        raw = make(at.fake)
+        await at.settle()
+        old = at.fake.get(JOBS, "checkpoint-llama")["metadata"]["uid"]
+        at.end()
+        if phase == "Ready":
+            await at.settle()
+        raw = at.fake.get(CHECKPOINTS, "llama")
+        changed = {**raw["spec"], "identity": {**IDENTITY, "model": "another"}}
+        at.fake.put(CHECKPOINTS, {**raw, "spec": changed, "status": {}})
+        with pytest.raises(HeldError, match="makes another checkpoint"):
+            await at.settle()
+        creating = await at.settle()
+        assert creating["status"]["phase"] == "Creating"
+        job = at.fake.get(JOBS, "checkpoint-llama")
+        assert job["metadata"]["uid"] != old
+        assert job["metadata"]["labels"]["nvidia.com/checkpoint-hash"] == creating["status"]["identityHash"]
+
+
+async def test_a_status_that_names_another_hash_does_not_become_ready_by_the_old_job() -> None:
+    """The hash is that of the identity again before anything is Ready, and the Job is still the right one."""
+    async with desk() as at:
+        make(at.fake)
+        raw = await at.settle()
+        at.end()
+        at.fake.put(CHECKPOINTS, {**raw, "status": {**raw["status"], "identityHash": "0" * 12}})
+        ready = await at.settle()
+        assert ready["status"]["phase"] == "Ready"
+        assert ready["status"]["location"] == f"/checkpoints/{raw['status']['identityHash']}"
+
+
 # Conflicts.
 
 

@@ -26,7 +26,7 @@ from hibernode.controller.status import (
     number_of,
     text_of,
 )
-from hibernode.controller.writes import ATTEMPTS, FINALIZER, RETRIES, Writes, is_ours
+from hibernode.controller.writes import ATTEMPTS, FINALIZER, RETRIES, Writes, is_ours, makes
 from hibernode.errors import HibernodeError, RefusedError, UnavailableError, UsageError
 from hibernode.kube import names
 from hibernode.kube.api import CONFLICT, KubeStatusError
@@ -128,7 +128,7 @@ class Reconciler:
         try:
             job = build_job(raw, id_, self._options)
             self._check_rivals(raw, id_)
-            await self._make(raw, namespace, job)
+            await self._make(raw, namespace, job, id_)
         except RefusedError as error:
             await self._refuse(raw, error)
             return
@@ -152,7 +152,7 @@ class Reconciler:
         # Another name is nobody's work of ours, and it goes into a path.
         known = name == job_name(str(metadata["name"]))
         job = await self._writes.job(str(metadata["namespace"]), name) if known else None
-        if job is None or not is_ours(job, raw):
+        if job is None or not is_ours(job, raw) or not makes(job, id_):
             gone = Condition(JOB_CREATED, False, "JobDeleted", "Checkpoint job was deleted")
             await self._writes.status(raw, {"phase": Phase.PENDING, "jobName": None}, [gone])
             return None
@@ -238,8 +238,10 @@ class Reconciler:
                     f"waits for {name}, which makes the same checkpoint", reason="WaitsForSameIdentity"
                 )
 
-    async def _make(self, raw: Mapping[str, Any], namespace: str, job: Mapping[str, Any]) -> None:
-        """Make the Job, unless it is there already."""
+    async def _make(
+        self, raw: Mapping[str, Any], namespace: str, job: Mapping[str, Any], id_: CheckpointId
+    ) -> None:
+        """Make the Job, unless it is there already; one of ours with another id goes first."""
         try:
             await self._writes.create(namespace, job)
         except KubeStatusError as error:
@@ -256,6 +258,12 @@ class Reconciler:
             if not is_ours(there, raw):
                 raise HeldError(
                     f"there is a Job {name} that is another's; delete or rename it", reason="JobNameTaken"
+                ) from error
+            if not makes(there, id_):  # the status was lost, and then the identity or the length changed
+                await self._writes.delete(there)
+                raise HeldError(
+                    f"the Job {name} makes another checkpoint than {id_} and is being deleted",
+                    reason="JobEnding",
                 ) from error
 
     async def _hold(self, raw: Mapping[str, Any], error: HibernodeError) -> None:

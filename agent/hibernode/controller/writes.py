@@ -10,7 +10,8 @@ from hibernode.controller.shelf import owner_of
 from hibernode.controller.status import Condition, with_conditions
 from hibernode.kube import names
 from hibernode.kube.api import MERGE, NOT_FOUND, KubeApi, KubeStatusError
-from hibernode.kube.objects import metadata_of, stamp
+from hibernode.kube.names import ERAS
+from hibernode.kube.objects import metadata_of, part_of, stamp
 
 FINALIZER: Final = "hibernode.io/artifact"
 """Keeps a deleted object until its artifacts are removed."""
@@ -105,6 +106,12 @@ def is_ours(job: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> bool:
     """Tell whether a Job is that of this very DynamoCheckpoint, and not of one that had its name before."""
     owner = owner_of(job)
     return owner is not None and owner[1] == metadata_of(checkpoint).get("uid")
+
+
+def makes(job: Mapping[str, Any], id_: str) -> bool:
+    """Tell whether a Job's pods make this checkpoint; their labels stay, and the Job's own may change."""
+    template = part_of(part_of(job, "spec"), "template")
+    return part_of(metadata_of(template), "labels").get(ERAS[0].ids[0]) == id_
 
 
 def _checkpoint(namespace: str, name: str) -> str:
