@@ -211,6 +211,31 @@ def test_a_job_is_rendered_offline(machine: Machine, tmp_path: Path) -> None:  #
     assert "holds no DynamoCheckpoint" in machine.refused(2, "job", "render", file)
 
 
+def test_a_rendered_job_is_what_the_api_server_would_be_given(machine: Machine, tmp_path: Path) -> None:  # noqa: F811
+    """Dates and times are text, names of fields too; what no object can hold is refused, not traced."""
+    file = tmp_path / "checkpoint.yaml"
+    pod = "{containers: [{name: main, image: a, args: [12:30, 2026-12-03], 5: x%s}]}"
+    text = (
+        "kind: DynamoCheckpoint\nmetadata: {name: %s}\n"
+        "spec: {identity: {model: m, backendFramework: vllm, frameworkVersion: 2026-01-02},"
+        " job: {podTemplateSpec: {spec: %s}}}"
+    )
+    file.write_text(text % ("a", pod % ""))
+    for form in ("yaml", "json"):
+        shown = yaml.safe_load(machine.ok("job", "render", file, "-o", form))
+        (container,) = shown["spec"]["template"]["spec"]["containers"]
+        assert (container["args"], container["5"]) == (["12:30", "2026-12-03"], "x")
+    for name in ('""', "Up_Case", "../x", '"a\\e[31m"', "a" * 254, "7"):
+        file.write_text(text % (name, pod % ""))
+        assert "takes" in machine.refused(2, "job", "render", file)
+    for value in (".nan", "!!binary aGVsbG8=", "!!set {a}", "!!python/name:os.system ''"):
+        file.write_text(text % ("a", pod % f", y: {value}"))
+        machine.refused(2, "job", "render", file)
+    said = machine.refused(2, "job", "render", tmp_path / "absent")
+    assert "settings" not in said
+    assert "--config" not in said
+
+
 # Conditions, the queue, the watches.
 
 

@@ -32,17 +32,24 @@ def render(context: Context, file: Path, output: str) -> None:
     from hibernode.controller.identity import identity_hash
     from hibernode.controller.job import JobOptions, build_job
     from hibernode.kube import names
-    from hibernode.kube.objects import metadata_of
+    from hibernode.kube.objects import is_name, metadata_of
 
     settings = context.load().settings
-    raw = config_file.read(file)
-    if raw.get("kind") != names.KIND or not isinstance(metadata_of(raw).get("name"), str):
-        raise UsageError(f"{file} holds no {names.KIND} with a name", remedy="give one object to a file")
+    raw = config_file.read(file, names.KIND)
+    if raw.get("kind") != names.KIND or not is_name(metadata_of(raw).get("name")):
+        raise UsageError(
+            f"{file} holds no {names.KIND} with a name that Kubernetes takes",
+            remedy="give one object to a file",
+        )
     spec = raw.get("spec")
     id_ = identity_hash(
         spec.get("identity") if isinstance(spec, dict) else None, settings.controller.hash_length
     )
-    job = build_job(raw, id_, JobOptions.of(settings))
+    try:
+        # As the API server would have it: each name of a field is text.
+        job = json.loads(json.dumps(build_job(raw, id_, JobOptions.of(settings)), allow_nan=False))
+    except ValueError:
+        raise UsageError(f"{file} holds a number that JSON has not", remedy="write it in digits") from None
     if output == "json":
         click.echo(json.dumps(job, indent=2))
     else:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from hibernode.errors import UsageError
 from hibernode.kube.names import CONTROL_DIR, ERAS, MAIN_CONTAINER, TRUE, KubeEra, Word
-from hibernode.kube.objects import conditions_of, metadata_of
+from hibernode.kube.objects import conditions_of, is_name, metadata_of
 from hibernode.placeholder import INSTALLED_NAME
 from hibernode.text import printable
 from hibernode.workload import ERA_A1, CheckpointId
@@ -26,7 +26,6 @@ from hibernode.workload import ERA_A1, CheckpointId
 MAX_PATH: Final = 4096
 SHOWN: Final = 63
 
-_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", re.ASCII)
 _UID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", re.ASCII)
 _CONTAINER: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _LABEL: Final = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII)
@@ -284,7 +283,7 @@ def _job(metadata: Mapping[str, Any], namespace: str) -> Ref | None:
 
 def _ref(kind: str, metadata: Mapping[str, Any], api_version: str = "v1") -> Ref | None:
     namespace, name, uid = (metadata.get(key) for key in ("namespace", "name", "uid"))
-    if _fits(_NAME, namespace) and _fits(_NAME, name) and _fits(_UID, uid):
+    if is_name(namespace) and is_name(name) and _fits(_UID, uid):
         return Ref(kind, str(namespace), str(name), str(uid), api_version)
     return None
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
+
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", re.ASCII)
+"""A DNS subdomain (RFC 1123), as most objects' names are."""
+
+
+def is_name(value: object) -> bool:
+    """Tell whether this can be an object's name."""
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
 def part_of(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
