@@ -20,11 +20,29 @@ from hibernode.errors import HibernodeError, UsageError
 
 FILES: Final = Path(__file__).parent / "data/daemonset"
 CONFIG: Final = "hibernode-config"
+CONTROLLER_CONFIG: Final = "hibernode-controller-config"
 NAMESPACE: Final = "hibernode"
 IMAGE: Final = "hibernode:"
 """How the image's name begins in the files; the version follows."""
 
 Object = dict[str, Any]
+
+LAST: Final = ("restricted-namespace", "reporter-only")
+"""Overlays that change what others bring, so that they come after them."""
+
+REPORTERS: Final = {"reporter-only", "gpu-node", "podmonitor"}
+"""What can be with an agent that only reports: the others give rights and volumes that it has not."""
+
+FIXED: Final = {
+    "node_name": "each agent is told that of its node",
+    "state_dir": "a volume is mounted there",
+    "store.path": "a volume is mounted there; where it is on the node says its hostPath",
+    "server.socket": "a volume is mounted there",
+    "server.listen": "the probes ask there; the overlay podmonitor opens it to others",
+}
+"""Settings that are not in the ConfigMap alone."""
+
+SIGNALS: Final = "signals.path"
 
 _KEYS: Final = {"apiVersion", "kind", "resources", "components", "patches"}
 
@@ -43,20 +61,20 @@ def manifests(
 ) -> list[Object]:
     """Build the objects of the base with the named overlays on it, in the order in which to apply them.
 
-    ``flags`` are settings, ``(key, value)`` as ``--set`` has them; they go into the ConfigMap.
+    ``flags`` are settings, ``(key, value)`` as ``--set`` has them; they go into the ConfigMap of agent,
+    controller or both. A signal directory of another place is mounted from there.
 
-    :raises UsageError: there is no such overlay or setting, or a value is not acceptable.
+    :raises UsageError: no such overlay or setting, a value is not acceptable, or they do not go together.
     """
-    for name in names:
-        if name not in overlays():
-            raise UsageError(f"{name} is no overlay", remedy=f"there are {', '.join(overlays())}")
-    _check(flags)
+    names = sorted(dict.fromkeys(names), key=lambda name: LAST.index(name) if name in LAST else -1)
+    _check(names, flags)
     objects: list[Object] = []
     _add(FILES / "base", objects)
     for name in names:
         _add(FILES / "components" / name, objects)
     for each in objects:
-        _fill(each, namespace, image, {env_name(key): value for key, value in flags})
+        _fill(each, namespace, image)
+        _set(each, dict(flags))
     # Namespaces and definitions before what needs them; else as written.
     first = ("Namespace", "CustomResourceDefinition")
     return sorted(
@@ -64,9 +82,28 @@ def manifests(
     )
 
 
-def _check(flags: Sequence[tuple[str, str]]) -> None:
-    """Refuse what the agent would refuse when it starts."""
+def _check(names: Sequence[str], flags: Sequence[tuple[str, str]]) -> None:
+    """Refuse what cannot be, and what the agent would refuse when it starts."""
+    for name in names:
+        if name not in overlays():
+            raise UsageError(f"{name} is no overlay", remedy=f"there are {', '.join(overlays())}")
+    if "reporter-only" in names and (more := sorted({*names} - REPORTERS)):
+        raise UsageError(
+            f"reporter-only does not go with {', '.join(more)}",
+            remedy="it has no rights and no store; gpu-node, podmonitor, --set metadata.enabled=true do",
+        )
     load(environ={}, flags=flags)
+    for key, _ in flags:
+        if key in FIXED:
+            raise UsageError(
+                f"{key} cannot be set here: {FIXED[key]}", remedy="change both places in a kustomization"
+            )
+        if _is_controllers(key) and "controller" not in names:
+            raise UsageError(f"{key} is of the controller, which is not there", remedy="--overlay controller")
+
+
+def _is_controllers(key: str) -> bool:
+    return key.startswith("controller.")
 
 
 def _add(folder: Path, objects: list[Object]) -> None:
@@ -138,8 +175,31 @@ def patch(document: Any, operations: Iterable[Mapping[str, Any]]) -> None:
             raise ValueError(f"{operation} does not fit")
 
 
-def _fill(each: Object, namespace: str, image: str, settings: Mapping[str, str]) -> None:
-    """Put the user's values into one object."""
+def _set(each: Object, flags: Mapping[str, str]) -> None:
+    """Put settings into one object."""
+    if each["kind"] == "ConfigMap":
+        for key, value in flags.items():
+            if each["metadata"]["name"] in _configs(key):
+                each["data"][env_name(key)] = value
+    if each["kind"] == "DaemonSet" and SIGNALS in flags:
+        pod = each["spec"]["template"]["spec"]
+        for volume in pod["volumes"]:
+            if volume["name"] == "signals":
+                volume["hostPath"]["path"] = flags[SIGNALS]
+        for mount in pod["containers"][0]["volumeMounts"]:
+            if mount["name"] == "signals":
+                mount["mountPath"] = flags[SIGNALS]
+
+
+def _configs(key: str) -> set[str]:
+    """Tell which ConfigMaps a setting is for."""
+    if key == SIGNALS or key.startswith("log."):
+        return {CONFIG, CONTROLLER_CONFIG}
+    return {CONTROLLER_CONFIG if _is_controllers(key) else CONFIG}
+
+
+def _fill(each: Object, namespace: str, image: str) -> None:
+    """Put the user's names into one object."""
     meta = each["metadata"]
     if each["kind"] == "Namespace" and meta["name"] == NAMESPACE:
         meta["name"] = namespace
@@ -148,8 +208,6 @@ def _fill(each: Object, namespace: str, image: str, settings: Mapping[str, str])
     for subject in each.get("subjects", ()):
         if subject.get("namespace") == NAMESPACE:
             subject["namespace"] = namespace
-    if each["kind"] == "ConfigMap" and meta["name"] == CONFIG:
-        each["data"].update(settings)
     pod = each.get("spec", {}).get("template", {}).get("spec", {})
     for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
         if image and container["image"].startswith(IMAGE):

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+import yaml
 
 from hibernode.manifests import manifests, overlays, read_objects
 from tests.cluster.install import DAEMONSET, Installation, import_agent
@@ -70,7 +71,7 @@ spec:
                           targetLabel: {type: string}
 """
 """The part of the Prometheus operator's definition that we use; it is not on the tests' server."""
-COMBINED = ["gpu-node", "openshift", "store-pvc", "podmonitor", "restricted-namespace"]
+COMBINED = ["gpu-node", "openshift", "controller", "store-pvc", "podmonitor", "restricted-namespace"]
 
 
 def identified(objects: list[dict[str, Any]]) -> dict[tuple[str, str | None, str], dict[str, Any]]:
@@ -101,6 +102,22 @@ def test_overlays_combine_as_components_do(kube, tmp_path):
     )
     built = read_objects(kube.kubectl("kustomize", tmp_path).stdout)
     assert identified(built) == identified(manifests(COMBINED))
+
+
+def test_the_kustomization_of_the_documentation_is_what_the_command_prints(kube, tmp_path):
+    """Image and namespace everywhere, also the image that the controller's Jobs start."""
+    text = (DAEMONSET.parent / "docs/install.md").read_text()
+    text = text.replace("REGISTRY", "registry.example:5000")
+    one, more = [yaml.safe_load(block.partition("```")[0]) for block in text.split("```yaml\n")[1:]]
+    daemonset = os.path.relpath(DAEMONSET, tmp_path.resolve())
+    image = "registry.example:5000/hibernode:0.1.0"
+    for content, names in ((one, ["gpu-node", "store-pvc"]), ({**one, **more}, COMBINED)):
+        content["resources"] = [f"{daemonset}/base"]
+        content["components"] = [f"{daemonset}/components/{name}" for name in names]
+        content["namespace"] = "frost"
+        (tmp_path / "kustomization.yaml").write_text(json.dumps(content))
+        built = read_objects(kube.kubectl("kustomize", tmp_path).stdout)
+        assert identified(built) == identified(manifests(names, namespace="frost", image=image))
 
 
 @pytest.mark.parametrize("names", [[], *([name] for name in overlays()), COMBINED], ids="+".join)

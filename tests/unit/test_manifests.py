@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hibernode import __version__
 from hibernode.cli.main import Context, cli
 from hibernode.errors import UsageError
-from hibernode.manifests import FILES, manifests, overlays, patch
+from hibernode.manifests import FILES, REPORTERS, manifests, overlays, patch
 from hibernode.workload import ERA_A1
 
 ROOT = Path(__file__).parents[2]
@@ -189,3 +189,81 @@ def test_the_command_prints_yaml_without_anchors_and_json_that_kubectl_takes():
     listed = json.loads(run("manifests", "-o", "json"))
     assert listed["kind"] == "List"
     assert listed["items"] == from_yaml == manifests()
+
+
+def test_any_two_overlays_go_together_or_are_refused_with_a_sentence():
+    """In either order the same, without a trace, each mount with its volume; one named twice counts once."""
+    for one in overlays():
+        assert manifests([one, one]) == manifests([one])
+        for other in overlays():
+            if "reporter-only" in (one, other) and not {one, other} <= REPORTERS:
+                with pytest.raises(UsageError, match="reporter-only does not go with"):
+                    manifests([one, other])
+                continue
+            both = manifests([one, other])
+            named = {(each["kind"], each["metadata"]["name"]) for each in both}
+            assert len(named) == len(both)
+            assert named == {(each["kind"], each["metadata"]["name"]) for each in manifests([other, one])}, (
+                one,
+                other,
+            )
+            spec = pod(both)
+            mounts = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+            assert mounts <= {each["name"] for each in spec["volumes"]}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["node_name=a", "store.path=/data", "server.listen=0.0.0.0:80", "state_dir=/s", "controller.pvc=x"],
+)
+def test_a_setting_that_the_manifests_contradict_is_refused(flag):
+    """The pod would not find its store, or never be Ready; nobody would hear a setting of the controller."""
+    with pytest.raises(UsageError, match=re.escape(flag.partition("=")[0])):
+        manifests(flags=[tuple(flag.split("="))])
+
+
+def test_settings_reach_whom_they_are_for():
+    """The controller's go to the controller; both have one signal directory, and it is mounted."""
+    flags = [("controller.pvc", "claim"), ("signals.path", "/var/lib/chrek/signals"), ("log.level", "debug")]
+    objects = manifests(["controller"], flags=flags)
+    agent = find(objects, "ConfigMap", "hibernode-config")["data"]
+    controller = find(objects, "ConfigMap", "hibernode-controller-config")["data"]
+    assert "HIBERNODE_CONTROLLER_PVC" not in agent
+    assert controller["HIBERNODE_CONTROLLER_PVC"] == "claim"
+    for data in (agent, controller):
+        assert (data["HIBERNODE_SIGNALS_PATH"], data["HIBERNODE_LOG_LEVEL"]) == (
+            "/var/lib/chrek/signals",
+            "debug",
+        )
+    (volume,) = [each for each in pod(objects)["volumes"] if each["name"] == "signals"]
+    (mount,) = [each for each in pod(objects)["containers"][0]["volumeMounts"] if each["name"] == "signals"]
+    assert volume["hostPath"] == {"path": "/var/lib/chrek/signals", "type": "DirectoryOrCreate"}
+    assert mount["mountPath"] == "/var/lib/chrek/signals"
+
+
+def test_the_controller_of_a_restricted_agent_looks_at_its_namespace_only():
+    """In whatever order they are named: Jobs elsewhere would find no agent."""
+    for names in (["controller", "restricted-namespace"], ["restricted-namespace", "controller"]):
+        spec = find(manifests(names), "Deployment")["spec"]["template"]["spec"]
+        env = {each["name"]: each for each in spec["containers"][0]["env"]}
+        (path,) = env["HIBERNODE_CONTROLLER_NAMESPACE"]["valueFrom"]["fieldRef"].values()
+        assert path == "metadata.namespace"
+
+
+@pytest.mark.parametrize("image", ["a b", "x\ny: z", "/x", "", "-x", "reg:5000/h@sha256:" + "a" * 64])
+def test_an_image_is_a_name_that_a_registry_can_have(image):
+    """A blank would be found by the kubelet, on each node."""
+    result = CliRunner().invoke(cli, ["manifests", "--image", image], obj=Context(), standalone_mode=False)
+    assert (result.exception is None) == (not image or image.startswith("reg"))
+
+
+def test_the_removal_that_is_documented_finds_all_but_what_stays():
+    """By its label, whatever the overlay; definitions, claim and namespace stay."""
+    text = (ROOT / "docs/install.md").read_text()
+    lines = [line.split() for line in text[text.index("## Removal") :].splitlines() if "kubectl" in line]
+    kinds = {kind for line in lines for kind in line[line.index("delete") + 1].split(",")}
+    for each in [one for name in overlays() for one in manifests([name])]:
+        if each["kind"] in ("Namespace", "CustomResourceDefinition", "PersistentVolumeClaim"):
+            continue
+        assert each["kind"].lower() in kinds
+        assert each["metadata"]["labels"]["app.kubernetes.io/part-of"] == "hibernode", each["metadata"]

@@ -11,6 +11,13 @@ import yaml
 from hibernode.cli.main import Context
 
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}", re.ASCII)
+
+
+def _image(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    if value and not _IMAGE.fullmatch(value):
+        raise click.BadParameter("an image's name, such as registry.example:5000/hibernode:0.1.0")
+    return value
 
 
 def _namespace(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
@@ -30,10 +37,8 @@ def _namespace(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     callback=_namespace,
     help="Where the agent goes.",
 )
-@click.option("--image", default="", help="The image, where your registry has it.")
-@click.option(
-    "--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of the agent; may be repeated."
-)
+@click.option("--image", default="", callback=_image, help="The image, where your registry has it.")
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; may be repeated.")
 @click.option(
     "-o",
     "--output",
