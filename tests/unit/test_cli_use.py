@@ -166,6 +166,14 @@ def test_the_remedy_stands_under_its_row(machine):
     assert lines[row + 1].startswith("          remedy: ")
 
 
+def test_an_agent_that_only_reports_is_not_asked_for_what_dumps_need(machine):
+    """A reporter has no CRIU, store or capability, and nothing is wrong with it."""
+    rows = json.loads(machine.run("--set", "checkpoint.enabled=false", "doctor", "-o", "json").stdout)
+    found = {row["check"]: row["verdict"] for row in rows["findings"]}
+    assert found["host.checkpoints"] == "skip"
+    assert all(name.startswith("node.") for name in found if name != "host.checkpoints")
+
+
 def test_a_reader_that_has_gone_ends_the_command_quietly(machine):
     """As in `hibernode config show | head -1`: no message, and the code that SIGPIPE would give."""
     reader, writer = os.pipe()

@@ -16,7 +16,10 @@ from hibernode.workload import Finding, Verdict
 @output_option
 @click.pass_obj
 def doctor_command(context: Context, pid: int | None, output: str) -> None:
-    """Check this machine and change nothing; exit 1 if a check fails."""
+    """Check this machine and change nothing; exit 1 if a check fails.
+
+    Where the settings say that nothing is dumped here only the GPUs are looked at.
+    """
     from importlib.resources import files
 
     from hibernode.cri_checks import cri_findings
@@ -31,17 +34,24 @@ def doctor_command(context: Context, pid: int | None, output: str) -> None:
     settings = context.load().settings
     findings: list[Finding] = []
     criu: Criu | None = None
-    try:
-        criu = find_criu(settings.criu.binary)
-    except HibernodeError as error:
+    serves = settings.checkpoint.enabled
+    if serves or pid is not None:
+        try:
+            criu = find_criu(settings.criu.binary)
+        except HibernodeError as error:
+            findings.append(
+                Finding("criu.found", Verdict.FAIL, ">= 4.2", error.message, error.remedy, error.reason)
+            )
+    if serves:
+        profile = files("hibernode").joinpath("data/block-iouring.json").read_bytes()
+        findings += host_findings(settings, criu, shipped_profile=profile)
+        findings += cri_findings(settings.runtime.socket)
+    else:
         findings.append(
-            Finding("criu.found", Verdict.FAIL, ">= 4.2", error.message, error.remedy, error.reason)
+            Finding("host.checkpoints", Verdict.SKIP, "what dumps need", "checkpoint.enabled is false")
         )
-    profile = files("hibernode").joinpath("data/block-iouring.json").read_bytes()
-    findings += host_findings(settings, criu, shipped_profile=profile)
-    findings += cri_findings(settings.runtime.socket)
     snapshot = run_async(lambda: look_once(settings.gpu))
-    findings += [*gpu_findings(snapshot), *doctor_finding(snapshot, settings.gpu)]
+    findings += [*gpu_findings(snapshot), *(doctor_finding(snapshot, settings.gpu) if serves else ())]
     if pid is not None:
         with open_process(pid) as process:
             checked = preflight(process, settings, criu, settings.store.path)
