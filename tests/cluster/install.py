@@ -31,18 +31,18 @@ def import_agent(cluster: Cluster) -> None:
 
 
 class Installation:
-    """``kubectl apply -k daemonset/`` on a cluster, with the given overlays' components."""
+    """``kubectl apply -k daemonset/`` on a cluster, with the given overlays' components and settings."""
 
-    def __init__(self, cluster: Cluster, *components: str) -> None:
+    def __init__(self, cluster: Cluster, *components: str, **settings: str) -> None:
         assert cluster.kube
         self.cluster, self.kube, self.port = cluster, cluster.kube, free_port()
         self.base = Path(mkdtemp(prefix="install-", dir=cluster.kit.base))
         self.base.chmod(0o755)
         self.signals = self.base / "signals"
         self.pods = self.base / "placeholder"
-        self._write(components)
+        self._write(components, {"SERVER_LISTEN": f"127.0.0.1:{self.port}", **settings})
 
-    def _write(self, components: tuple[str, ...]) -> None:
+    def _write(self, components: tuple[str, ...], values: dict[str, str]) -> None:
         """Write a kustomization over the one that ships."""
         kubelet = self.cluster.kit.base / "kubelet"
         places = {
@@ -81,8 +81,9 @@ class Installation:
         ):
             if "signals" in on_node:  # an agent that only reports looks into no container
                 patch.append({"op": "add", "path": f"{template}/{place}/-", "value": value})
-        listen = f"127.0.0.1:{self.port}"
-        settings = [{"op": "add", "path": "/data/HIBERNODE_SERVER_LISTEN", "value": listen}]
+        settings = [
+            {"op": "add", "path": f"/data/HIBERNODE_{name}", "value": value} for name, value in values.items()
+        ]
         daemonset = Path(os.path.relpath(DAEMONSET, self.base))
         kustomization = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -127,6 +128,9 @@ class Installation:
 
     def agent(self, *arguments: str, check: bool = True) -> str:
         """Run ``hibernode`` in the agent's pod."""
-        inside = ["exec", "daemonset/hibernode-agent", "-c", "agent", "--", "hibernode", *arguments]
-        done = self.kube.kubectl("-n", NAMESPACE, *inside, check=check)
-        return done.stdout
+        return self.inside("hibernode", *arguments, check=check)
+
+    def inside(self, *command: str, check: bool = True) -> str:
+        """Run a command in the agent's pod."""
+        words = ["exec", "daemonset/hibernode-agent", "-c", "agent", "--", *command]
+        return self.kube.kubectl("-n", NAMESPACE, *words, check=check).stdout

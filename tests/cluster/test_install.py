@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 
 from hibernode.manifests import manifests, overlays, read_objects
 from tests.cluster.install import DAEMONSET, Installation, import_agent
+from tests.real.node import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.containers]
 
@@ -29,6 +32,32 @@ def test_apply_k_brings_the_agent_up_as_a_daemonset(cluster):
         assert rows["summary"]["fail"] == 0, rows
         checks = ("criu.version", "criu.self_test", "store.private", "host.paths", "seccomp.profile")
         assert {name: found[name] for name in checks} == dict.fromkeys(checks, "ok")
+    finally:
+        installation.remove()
+
+
+def test_a_reporter_runs_without_any_privilege_and_tells_what_it_can(cluster):
+    """GPUs and metadata: no capability, no new privileges, a filter; nothing that it is not for fails."""
+    import_agent(cluster)
+    settings = {"METADATA_ENABLED": "true", "METADATA_LISTEN": f"127.0.0.1:{free_port()}"}
+    installation = Installation(cluster, "reporter-only", **settings)
+    try:
+        installation.apply()
+        installation.wait("daemonset/hibernode-agent")
+        status = json.loads(installation.agent("status", "-o", "json"))
+        # It is in the node's pid namespace, so that the processes on the GPUs have their names.
+        said = Path(f"/proc/{status['pid']}/status").read_text()
+        rights = dict(line.split(":\t", 1) for line in said.splitlines() if ":\t" in line)
+        assert {int(rights[name], 16) for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
+        assert (rights["NoNewPrivs"], rights["Seccomp"]) == ("1", "2")
+        assert status["kubernetes"] is None
+        assert json.loads(installation.agent("gpu", "-o", "json"))["state"] == "absent"
+        assert json.loads(installation.agent("metadata", "workers", "-o", "json"))["items"] == []
+        installation.inside("python3", "-I", "-c", "import numpy, nixl_cu12._api")
+        summary = json.loads(installation.agent("doctor", "-o", "json"))["summary"]
+        assert summary["fail"] == summary["warn"] == 0
+        with urllib.request.urlopen(f"http://127.0.0.1:{installation.port}/metrics", timeout=20) as answer:
+            assert b"hibernode_" in answer.read()
     finally:
         installation.remove()
 
