@@ -13,15 +13,19 @@ import yaml
 
 from hibernode.manifests import manifests, overlays, read_objects
 from tests.cluster.install import DAEMONSET, Installation, import_agent
-from tests.real.node import free_port
+from tests.real.node import free_port, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.containers]
 
 
 def test_apply_k_brings_the_agent_up_as_a_daemonset(cluster):
-    """The pod is Ready by its own probes, has put profile and placeholder on the node, and finds its CRIU."""
+    """The pod is Ready by its own probes, has put profile and placeholder on the node, and finds its CRIU.
+
+    With the rights that two overlays add it labels its node and reads records of the cluster.
+    """
     import_agent(cluster)
-    installation = Installation(cluster)
+    listen = f"127.0.0.1:{free_port()}"
+    installation = Installation(cluster, "metadata", "node-status", METADATA_LISTEN=listen)
     try:
         installation.apply()
         installation.wait("daemonset/hibernode-agent")
@@ -32,6 +36,13 @@ def test_apply_k_brings_the_agent_up_as_a_daemonset(cluster):
         assert rows["summary"]["fail"] == 0, rows
         checks = ("criu.version", "criu.self_test", "store.private", "host.paths", "seccomp.profile")
         assert {name: found[name] for name in checks} == dict.fromkeys(checks, "ok")
+        assert json.loads(installation.agent("metadata", "workers", "-o", "json"))["items"] == []
+        node = f"/api/v1/nodes/{cluster.node}"
+        until(
+            "label",
+            lambda: "hibernode.io/criu" in cluster.kube.request("GET", node).body["metadata"]["labels"],
+            60,
+        )
     finally:
         installation.remove()
 
