@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Extra arguments: make test ARGS="-k seccomp -x", make lock ARGS=--upgrade
 ARGS ?=
 
-.PHONY: help setup cluster-tools image demo demo-cluster test test-cluster lint format lock bench clean
+.PHONY: help setup cluster-tools image image-twice demo demo-cluster test test-cluster lint format lock bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -17,6 +17,9 @@ cluster-tools: setup ## Build etcd, kube-apiserver and the like, once a machine 
 
 image: setup ## Build the agent's image without Docker (test-cluster and demo-cluster call it)
 	@scripts/image.sh
+
+image-twice: setup ## Build it twice from nothing, and say whether the two are the same (1 to 2 minutes)
+	@scripts/image-twice.sh
 
 demo: setup ## Freeze a warm worker and bring it back to life
 	@$(BIN)/python scripts/demo.py $(ARGS)

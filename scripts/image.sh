@@ -9,7 +9,7 @@ umask 022
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/lib.sh
 
-readonly link=build/hibernode-image.tar
+readonly link=${HIBERNODE_IMAGE_LINK:-build/hibernode-image.tar} # image-twice.sh has others
 
 # The name under which a kubelet finds the image that the manifests name without a registry.
 name=docker.io/library/hibernode:$(sed -n 's/^__version__ = "\(.*\)"/\1/p' agent/hibernode/__init__.py)
@@ -52,7 +52,7 @@ use() {
   [ -f "$image" ] && [ -z "$fresh" ] || return 1
   touch -c "$image" "$base"
   find "$cache" -maxdepth 1 -name 'image-*' -mtime +30 -exec rm -rf {} +
-  mkdir -p build
+  mkdir -p "$(dirname "$link")"
   ln -sfn "$image" "$link.$$" && mv -fT "$link.$$" "$link"
 }
 
