@@ -284,7 +284,7 @@ class Checkpointer:
                     before_kill=partial(netlock.hold, work.request.process.pid) if established else None,
                     safe=partial(moment.is_safe, work.request.process.pid),
                     grace=TERM_SECONDS,
-                    tree=work.request.process.fileno(),
+                    tree=work.request.process,
                     namespaces=namespaces,
                 )
             except asyncio.CancelledError:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from hibernode.criu.runner import (
     run_criu,
 )
 from hibernode.errors import CriuError, HibernodeError, NotFoundError, RefusedError
+from hibernode.host import procfs
+from hibernode.host.procfs import Process
 from tests.unit.hostile import open_descriptors
 
 LONG = 60.0
@@ -592,15 +595,55 @@ async def test_what_run_criu_starts_is_found_by_its_marker(tmp_path):
 async def test_a_criu_whose_tree_has_ended_is_killed(tmp_path, monkeypatch):
     """It may wait for a word of the dead for ever; the deadline of the whole dump is an hour."""
     monkeypatch.setattr("hibernode.criu.runner.GRACE_SECONDS", 0.05)
-    with subprocess.Popen(["sleep", "1000"]) as tree:
-        pidfd = os.pidfd_open(tree.pid)
-        try:
-            criu = Criu(("/bin/sh", "-c", "exec sleep 1000"), "4.2.1", "/bin/sh")
-            work = run_criu(criu, [], work_dir=tmp_path, deadline=30, marker="m", tree=pidfd)
+    with subprocess.Popen(["sleep", "1000"]) as tree, Process.open(tree.pid) as process:
+        criu = Criu(("/bin/sh", "-c", "exec sleep 1000"), "4.2.1", "/bin/sh")
+        work = run_criu(criu, [], work_dir=tmp_path, deadline=30, marker="m", tree=process)
+        running = asyncio.ensure_future(work)
+        await asyncio.sleep(0)
+        tree.kill()
+        result = await running
+        assert (result.returncode, result.timed_out) == (-signal.SIGKILL, False)
+
+
+THREADED = (
+    "import threading, time; threading.Thread(target=time.sleep, args=(1000,)).start(); print(1, flush=True)"
+)
+TRACER = """
+import ctypes, os, sys, time
+pid = int(sys.argv[1])
+for tid in map(int, os.listdir(f"/proc/{pid}/task")):
+    assert ctypes.CDLL(None, use_errno=True).ptrace(0x4206, tid, None, None) == 0  # PTRACE_SEIZE
+open(sys.argv[2], "w").close()
+os.waitpid(pid, 0x40000000)  # __WALL
+"""
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["the first process", "one below it"])
+async def test_a_criu_that_waits_for_a_killed_process_with_threads_is_killed(tmp_path, monkeypatch, below):
+    """A pod that is deleted, or a rank out of memory, in mid-dump: nobody is told while it is traced."""
+    monkeypatch.setattr("hibernode.criu.runner.GRACE_SECONDS", 0.2)
+    (tmp_path / "tracer").write_text(TRACER)
+    wrapped = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {THREADED!r}])"
+    code = wrapped if below else THREADED
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as tree:
+        assert tree.stdout
+        assert tree.stdout.readline()
+        victim = procfs.tree(tree.pid)[-1].pid
+        assert (victim == tree.pid) != below
+        with Process.open(tree.pid) as process:
+            argv = (sys.executable, str(tmp_path / "tracer"), str(victim), str(tmp_path / "traced"))
+            work = run_criu(
+                Criu(argv, "4.2.1", sys.executable),
+                [],
+                work_dir=tmp_path,
+                deadline=60,
+                marker="m",
+                tree=process,
+            )
             running = asyncio.ensure_future(work)
-            await asyncio.sleep(0)
-            tree.kill()
+            while not (tmp_path / "traced").exists():
+                await asyncio.sleep(0.01)
+            os.kill(victim, signal.SIGKILL)
             result = await running
             assert (result.returncode, result.timed_out) == (-signal.SIGKILL, False)
-        finally:
-            os.close(pidfd)
+        tree.wait(timeout=60)

@@ -22,6 +22,7 @@ from hibernode.criu.find import MIN_VERSION, Criu, clean_env, find_criu
 from hibernode.errors import CriuError
 from hibernode.host import procfs
 from hibernode.host.namespaces import inside
+from hibernode.workload import ProcessKey
 
 __all__ = [
     "JOB_ENV",
@@ -81,7 +82,7 @@ async def run_criu(
     before_kill: Callable[[], None] | None = None,
     safe: Callable[[], bool] | None = None,
     grace: float = GRACE_SECONDS,
-    tree: int | None = None,
+    tree: procfs.Process | None = None,
     namespaces: Sequence[int] = (),
 ) -> CriuResult:
     """Run CRIU to its end, or until ``deadline`` seconds have passed.
@@ -91,7 +92,8 @@ async def run_criu(
     seconds later SIGKILL; in every case it is reaped before this returns or raises. ``on_start`` is told
     the pid; ``before_kill`` is called before the first of these signals, and before that ``safe`` is asked,
     in a thread and with the group stopped, until this is a moment to kill, or ``grace`` is over. ``tree`` is
-    a pidfd of what is dumped: when that ends, CRIU may wait for its word for ever, so it is killed then.
+    the first process of what is dumped: when that ends, or a process below it is killed, CRIU may wait for
+    its word for ever, so it is killed then.
     ``namespaces``: descriptors of those that it shall be in.
 
     :raises CriuError: it could not be started.
@@ -155,6 +157,7 @@ class _Child:
         self._loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
         self._followed = -1
+        self._mourner: asyncio.Task[None] | None = None
         self._tail = bytearray()
         self._pipe, writer = os.pipe()
         os.set_blocking(self._pipe, False)
@@ -188,10 +191,23 @@ class _Child:
         self._loop.add_reader(self._pidfd, self._on_exit)
         self._loop.add_reader(self._pipe, self._on_output)
 
-    def follow(self, pidfd: int) -> None:
-        """Kill it some time after another process has ended, if it has not done so itself."""
-        self._followed = os.dup(pidfd)
+    def follow(self, tree: procfs.Process) -> None:
+        """Kill it some time after the tree that it traces has ended, if it has not ended itself."""
+        self._followed = os.dup(tree.fileno())
         self._loop.add_reader(self._followed, self._on_gone)
+        self._mourner = self._loop.create_task(self._mourn(tree.pid))
+
+    async def _mourn(self, root: int) -> None:
+        """Look for the dead whose end nobody is told, as this one waits for their first thread."""
+        before: set[ProcessKey] = set()
+        while True:
+            await asyncio.sleep(GRACE_SECONDS)
+            now = await asyncio.to_thread(procfs.unburied, root)
+            if now & before:
+                log.warning("criu waits for what was killed: pids %s", [key.pid for key in now & before])
+                self._give_up()
+                return
+            before = now
 
     def _on_gone(self) -> None:
         self._unfollow()
@@ -202,6 +218,8 @@ class _Child:
             self._signal(signal.SIGKILL)
 
     def _unfollow(self) -> None:
+        if self._mourner is not None:
+            self._mourner.cancel()
         if self._followed >= 0:
             self._loop.remove_reader(self._followed)
             os.close(self._followed)

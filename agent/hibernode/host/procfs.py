@@ -75,6 +75,7 @@ MAX_TEXT_BYTES: Final = 1 << 20
 MAX_FDINFO_BYTES: Final = 1024
 """pos, flags and mnt_id come first; an epoll or inotify descriptor adds a line for each thing it watches."""
 
+_DEAD: Final = frozenset("ZX")
 _NAMESPACE: Final = re.compile(r"\w+:\[(\d+)\]")
 
 
@@ -271,6 +272,25 @@ def tree(root_pid: int, stats: abc.Mapping[int, Stat] | None = None) -> list[Sta
         found.append(stat)
         queue.extend(sorted(children.pop(stat.pid, ()), key=lambda child: (child.start_ticks, child.pid)))
     return found
+
+
+def unburied(root_pid: int) -> set[ProcessKey]:
+    """Find the dead of a tree that nobody can reap: a tracer has not waited for their threads.
+
+    The kernel keeps the end of the first thread back until the others are gone, from their parent, from a
+    pidfd, and from a tracer that waits for it.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        return {stat.key for stat in tree(root_pid) if stat.state in _DEAD and _threads_are_dead(stat.pid)}
+    return set()
+
+
+def _threads_are_dead(pid: int) -> bool:
+    try:
+        states = [read_stat(pid, tid).state for tid in threads(pid)]
+    except ProcessLookupError:  # one was reaped just now
+        return False
+    return len(states) > 1 and all(state in _DEAD for state in states)
 
 
 # descriptors and mappings -------------------------------------------------------------------------------
