@@ -588,6 +588,8 @@ async def test_what_run_criu_starts_is_found_by_its_marker(tmp_path):
         run_criu(criu, [], work_dir=tmp_path, deadline=LONG, marker="job-9", on_start=started)
     )
     await started.wait()
+    while procfs.read_stat(started.pid).state != "T":  # in its first moments it has no environment yet
+        await asyncio.sleep(0.01)
     assert await asyncio.to_thread(kill_leftovers, "job-9") == [started.pid]
     assert (await task).returncode == -signal.SIGKILL
 
