@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from hibernode.answers import Trigger
+from hibernode.answers import Outcome, Trigger
 from hibernode.cluster.checkpoints import Checkpoints
 from hibernode.cluster.outbox import Outbox
 from hibernode.cluster.part import NO_ID, _state
@@ -24,6 +24,7 @@ from hibernode.discovery.containers import Container
 from hibernode.discovery.locate import Contract
 from hibernode.host.procfs import Process
 from hibernode.kube.names import ERAS, TRUE
+from hibernode.workload import CheckpointId
 from tests.unit.test_cluster import JOB
 from tests.unit.test_pods import CONTAINER, ID, read, source
 
@@ -64,6 +65,7 @@ class Bench:
             metrics=SimpleNamespace(rejected=lambda _reason: None),
             events=SimpleNamespace(add=lambda *_: None),
             signals=SimpleNamespace(path=signals),
+            restorer=SimpleNamespace(state=SimpleNamespace(tried=lambda _note: False)),
         )
         requests = SimpleNamespace(parts=parts, index=SimpleNamespace(claims=list))
         shared = SimpleNamespace(
@@ -136,6 +138,26 @@ async def test_the_worker_of_a_job_that_cannot_be_told_is_ended(
     assert worker.wait(timeout=60) == -9
     assert entry.settled
     assert bench.told.reasons == ["CheckpointFailed", "WorkerKilled"]
+
+
+async def test_the_worker_of_a_job_whose_answer_cannot_be_written_is_ended_in_the_end(
+    bench: Bench, tmp_path: Path, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its signal directory is not there: whatever became of its dump, it would wait for a deadline."""
+    entry = await bench.entry(
+        str(tmp_path / "absent" / f"{ID}.done"), source(A1), metadata={"ownerReferences": [JOB]}
+    )
+    assert entry.refusal is None
+    outcome = Outcome(CheckpointId(ID), success=True, reason="Captured", message="captured")
+    await bench.checkpoints._conclude(entry, outcome)
+    await bench.checkpoints._conclude(entry, outcome)
+    assert bench.told.reasons == ["AnswerFailed"]
+    assert worker.poll() is None
+    monkeypatch.setattr("hibernode.cluster.checkpoints.UNTOLD_SECONDS", 0.0)
+    await bench.checkpoints._conclude(entry, outcome)
+    assert worker.wait(timeout=60) == -9
+    assert bench.told.reasons == ["AnswerFailed", "WorkerKilled"]
+    assert entry.unsaid is outcome  # for the file of the node, now that it has ended
 
 
 def test_where_no_target_can_be_chosen_whoever_waits_for_an_answer_is_told() -> None:

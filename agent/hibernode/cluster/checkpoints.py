@@ -40,6 +40,9 @@ log = logging.getLogger("hibernode.cluster")
 RETRY_SECONDS: Final = 1.0
 UNTOLD: Final = f"; it has no {ERA_A1.env_signal_file}, so its worker cannot be told"
 
+UNTOLD_SECONDS: Final = 60.0
+"""So long the worker of a Job is told in vain; then it is ended. A disk may be full, a volume come late."""
+
 STATUS_SECONDS: Final = 5.0
 """A Job's annotation is told before the worker, which then ends: whoever sees the Job end finds it. While the
 API server is away the worker does not wait for longer than this."""
@@ -217,7 +220,11 @@ class Checkpoints:
         try:
             told = await self._answer(entry, outcome)
         except (OSError, HibernodeError) as error:
-            entry.unsaid, entry.not_before = outcome, time.monotonic() + RETRY_SECONDS
+            now = time.monotonic()
+            entry.unsaid, entry.not_before = outcome, now + RETRY_SECONDS
+            entry.untold_since = entry.untold_since or now
+            if now - entry.untold_since > UNTOLD_SECONDS:
+                await self._end(entry)
             if entry.first("AnswerFailed"):
                 text = f"{outcome.id}: the worker cannot be told how it went: {error}"
                 log.error("%s", text)  # noqa: TRY400 - the sentence says it
@@ -360,10 +367,9 @@ class Checkpoints:
             return
         with contextlib.suppress(NotFoundError, ProcessLookupError), hold(entry.container) as process:
             process.send_signal(signal.SIGKILL)
-            text = (
-                f"container {entry.ask.container} was killed: its worker cannot be told that it was refused"
-            )
-            self._shared.teller.both(entry.ask, "Warning", "WorkerKilled", text)
+            if entry.first("WorkerKilled"):
+                text = f"container {entry.ask.container} was killed: its worker cannot be told how it went"
+                self._shared.teller.both(entry.ask, "Warning", "WorkerKilled", text)
 
     def _id_to_answer(self, entry: Entry) -> CheckpointId | None:
         """Give the id that a refused worker waits for an answer on; None where that could be another's.

@@ -22,8 +22,8 @@ class Entry:
     it may be frozen. ``at_work``: it is looked at now. ``busy``: a job has it. ``unsaid``: an outcome that
     the worker could not be told yet. ``refusal``: why nothing can be done; the worker is told of it again
     when it is ready. ``settled``: nothing is left to do. ``tried``: a restore was begun. ``again``: it was
-    answered, and asked once more by a file in the signal directory. ``not_before`` and
-    ``missing_since``: monotonic seconds.
+    answered, and asked once more by a file in the signal directory. ``not_before``, ``missing_since`` and
+    ``untold_since``: monotonic seconds.
     """
 
     ask: Ask
@@ -42,6 +42,7 @@ class Entry:
     again: bool = False
     not_before: float = 0.0
     missing_since: float = 0.0
+    untold_since: float = 0.0
     said: set[str] = field(default_factory=set)
 
     def differs(self, ask: Ask) -> bool:
