@@ -178,7 +178,8 @@ def snapshot(box: Box) -> dict[str, object]:
     return {
         "files": files,
         "mounts": mountinfo,
-        "processes": [(pid, state_letter(pid)) for pid in descendants(pid)],
+        # Who sleeps may be on a CPU for a moment; who was stopped or is frozen is neither.
+        "processes": [(pid, state_letter(pid).replace("R", "S")) for pid in descendants(pid)],
         "cgroup": Path(f"/proc/{pid}/cgroup").read_text(),
         "members": {str(path): (path / "cgroup.procs").read_text() for path in box.cgroup_dirs()},
         "groups": {
