@@ -9,8 +9,8 @@ import click
 import yaml
 
 from hibernode.cli.main import Context
+from hibernode.kube.objects import is_short_name
 
-_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}", re.ASCII)
 
 
@@ -21,7 +21,7 @@ def _image(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
 
 
 def _namespace(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    if not _NAMESPACE.fullmatch(value):
+    if not is_short_name(value):
         raise click.BadParameter("a name of up to 63 lower-case letters, digits and '-'")
     return value
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 from hibernode.events import clean
 from hibernode.gpu.state import GpuState, NvmlState, Snapshot
-from hibernode.kube.objects import stamp
+from hibernode.kube.objects import is_label_value, stamp
 
 CRIU: Final = "hibernode.io/criu"
 CUDA_CHECKPOINT: Final = "hibernode.io/cuda-checkpoint"
@@ -21,8 +20,6 @@ GPU_CONDITION: Final = "GpuUnhealthy"
 
 STEP_BYTES: Final = 1 << 30
 """Free space is told in whole GiB, so that a node does not change with every write."""
-
-_LABEL: Final = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII)
 
 
 def facts(criu: str | None, cuda_checkpoint: str | None, free_bytes: int | None) -> dict[str, Any]:
@@ -73,4 +70,4 @@ def condition_patch(judged: tuple[str, str, str], *, changed: bool) -> Mapping[s
 
 def _label(text: str | None) -> str | None:
     """Let a label's value through, else none."""
-    return text if text and _LABEL.fullmatch(text) else None
+    return text if is_label_value(text) else None

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from hibernode.errors import UsageError
 from hibernode.kube.names import CONTROL_DIR, ERAS, MAIN_CONTAINER, TRUE, KubeEra, Word
-from hibernode.kube.objects import conditions_of, is_name, metadata_of
+from hibernode.kube.objects import conditions_of, is_label_value, is_name, is_short_name, metadata_of
 from hibernode.placeholder import INSTALLED_NAME
 from hibernode.text import printable
 from hibernode.workload import ERA_A1, CheckpointId
@@ -27,8 +27,6 @@ MAX_PATH: Final = 4096
 SHOWN: Final = 63
 
 _UID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", re.ASCII)
-_CONTAINER: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
-_LABEL: Final = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII)
 _CONTAINER_ID: Final = re.compile(r"[a-z][-a-z]{0,31}://([0-9a-f]{64})", re.ASCII)
 
 _PREFIX, _A0_PREFIX = "DYN_CHECKPOINT_", "DYNAMO_CHECKPOINT_"
@@ -114,7 +112,7 @@ def ask_of(raw: Mapping[str, Any], node: str) -> Ask | None:
     if not asked:
         return None
     era, kind = asked[0]
-    containers = [each for each in _objects(spec.get("containers")) if _fits(_CONTAINER, each.get("name"))]
+    containers = [each for each in _objects(spec.get("containers")) if is_short_name(each.get("name"))]
     chosen, problem = _target(containers, era, annotations)
     id_, wrong = _id(era, labels)
     if len(asked) > 1:
@@ -141,7 +139,7 @@ def ask_of(raw: Mapping[str, Any], node: str) -> Ask | None:
         job=_job(metadata, pod.namespace),
         placeholder=any(_is_placeholder(word) for word in _words(target)),
         problem=wrong or problem,
-        label=next((text for name in era.ids if _LABEL.fullmatch(text := labels.get(name, ""))), "")
+        label=next((text for name in era.ids if is_label_value(text := labels.get(name, ""))), "")
         if wrong
         else "",
     )

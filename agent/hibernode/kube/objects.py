@@ -10,10 +10,26 @@ from typing import Any, Final
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", re.ASCII)
 """A DNS subdomain (RFC 1123), as most objects' names are."""
 
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+"""A DNS label (RFC 1123), as the names of namespaces and containers are."""
+
+_LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII)
+"""apimachinery's rule for what stands behind a label's key; empty would be one too."""
+
 
 def is_name(value: object) -> bool:
     """Tell whether this can be an object's name."""
     return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+def is_short_name(value: object) -> bool:
+    """Tell whether this can be the name of a namespace or of a container."""
+    return isinstance(value, str) and _LABEL.fullmatch(value) is not None
+
+
+def is_label_value(value: object) -> bool:
+    """Tell whether this can be a label's value, and is not empty."""
+    return isinstance(value, str) and _LABEL_VALUE.fullmatch(value) is not None
 
 
 def part_of(raw: Mapping[str, Any], name: str) -> dict[str, Any]:

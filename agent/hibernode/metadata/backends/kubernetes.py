@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any, Final
 from hibernode.errors import ConflictError, NotFoundError, UnavailableError
 from hibernode.kube.api import CONFLICT, MERGE, NAMES_ONLY, NOT_FOUND, Budget, KubeApi, KubeStatusError
 from hibernode.kube.follow import MAX_AGE
-from hibernode.kube.objects import conditions_of, metadata_of
+from hibernode.kube.objects import conditions_of, is_short_name, metadata_of
 from hibernode.metadata.backend import BackendStats, Change, WorkerQuery
 from hibernode.metadata.backends.kube_objects import (
     check_size,
@@ -70,9 +69,6 @@ UNDO_SECONDS: Final = 3.0
 READERS: Final = 8
 """Reads that go through to the API server at the same time."""
 
-
-_NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
-
 log = logging.getLogger(__name__)
 
 
@@ -89,7 +85,7 @@ class KubernetesBackend:
         clock: Callable[[], int] = time.time_ns,
         max_age: float = MAX_AGE,
     ) -> None:
-        if _NAMESPACE.fullmatch(namespace) is None:
+        if not is_short_name(namespace):
             raise UnavailableError(f"{namespace[:80]!r} is not a namespace", reason="NoCluster")
         self._api, self._namespace, self._clock = api, namespace, clock
         self._objects = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}"
