@@ -21,8 +21,6 @@ from hibernode.placeholder import INSTALLED_NAME
 from hibernode.text import printable
 from hibernode.workload import ERA_A1, CheckpointId
 
-"""The container that the operator calls the worker's."""
-
 MAX_PATH: Final = 4096
 SHOWN: Final = 63
 

@@ -126,6 +126,8 @@ SIGNAL_MOUNT: Final = "/checkpoint-signal"
 PODINFO_MOUNT: Final = "/etc/podinfo"
 CLEANUP_CONTAINER: Final = "cleanup-signal-file"
 MAIN_CONTAINER: Final = "main"
+"""The container that the operator calls the worker's."""
+
 ENV_LOCATION: Final = "DYN_CHECKPOINT_LOCATION"
 ENV_STORAGE_TYPE: Final = "DYN_CHECKPOINT_STORAGE_TYPE"
 STORAGE_TYPE: Final = "pvc"
