@@ -21,6 +21,9 @@ from hibernode.metadata.times import MS
 MAX_SKEW_MS: Final = 60_000
 """A stored time further ahead of this machine's clock is a wrong clock's, not news."""
 
+MANY: Final = 100
+"""Tensors that are checked and written by a thread, rather than on the event loop."""
+
 _T = TypeVar("_T")
 
 
@@ -78,6 +81,11 @@ def shelved(one: SourceInstance, worker: WorkerRecord, identity: SourceIdentity 
         topology=one.topology,
     )
     return SourceRecord(one, fresh, identity)
+
+
+async def for_tensors(worker: WorkerRecord, work: Callable[[], _T]) -> _T:
+    """Do something with each tensor of a worker; in a thread where there are many."""
+    return await off_loop(len(worker.tensors) > MANY, work)
 
 
 async def off_loop(large: bool, work: Callable[[], _T]) -> _T:

@@ -51,7 +51,7 @@ from hibernode.metadata.mapping import (
     worker_json,
     worker_of,
 )
-from hibernode.metadata.publish import check_expected, check_rank, off_loop, settle, shelved, superseded
+from hibernode.metadata.publish import check_expected, check_rank, for_tensors, settle, shelved, superseded
 from hibernode.metadata.records import (
     PodRef,
     SourceIdentity,
@@ -112,10 +112,10 @@ class KubernetesBackend:
     ) -> SourceInstance:
         """Write a record: object, ConfigMap, then the status that makes it a record."""
         check_identity(identity)
-        await off_loop(len(worker.tensors) > 100, lambda: check_worker(worker))  # noqa: PLR2004
+        await for_tensors(worker, lambda: check_worker(worker))
         worker_id, owner = WorkerId(worker_id), complete_owner(owner)
         name = object_name(mx_source_id(identity), worker_id)
-        tensors = await off_loop(len(worker.tensors) > 100, lambda: store(worker.tensors))  # noqa: PLR2004
+        tensors = await for_tensors(worker, lambda: store(worker.tensors))
         configmap = configmap_name(name, worker.rank, tensors.digest)
         check_size(worker, tensors, configmap)
         wanted = object_body(name, self._namespace, identity, owner)

@@ -38,7 +38,7 @@ from hibernode.metadata.mapping import (
     worker_json,
     worker_of,
 )
-from hibernode.metadata.publish import check_expected, check_rank, off_loop, settle, shelved, superseded
+from hibernode.metadata.publish import check_expected, check_rank, for_tensors, settle, shelved, superseded
 from hibernode.metadata.records import (
     PodRef,
     SourceIdentity,
@@ -118,10 +118,10 @@ class SqliteBackend:
     ) -> SourceInstance:
         """Write a record in one transaction."""
         check_identity(identity)
-        await off_loop(len(worker.tensors) > 100, lambda: check_worker(worker))  # noqa: PLR2004
+        await for_tensors(worker, lambda: check_worker(worker))
         worker_id, owner = WorkerId(worker_id), complete_owner(owner)
         source_id = mx_source_id(identity)
-        tensors = await off_loop(len(worker.tensors) > 100, lambda: store(worker.tensors))  # noqa: PLR2004
+        tensors = await for_tensors(worker, lambda: store(worker.tensors))
         size = len(tensors.data) + len(worker.payload.nixl)
         if size > MAX_RECORD_BYTES:
             raise TooLargeError(
