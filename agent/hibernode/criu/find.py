@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from hibernode.errors import HibernodeError, NotFoundError, RefusedError
 
@@ -230,21 +230,25 @@ def printed(output: BinaryIO, most: int) -> str:
     return os.pread(output.fileno(), min(written, most), 0).decode(errors="replace")
 
 
+def alone(output: BinaryIO) -> dict[str, Any]:
+    """Give the arguments by which a program is started that we ask: nothing of ours but ``output`` is its."""
+    return {
+        "stdin": subprocess.DEVNULL,
+        "stdout": output,
+        "stderr": subprocess.STDOUT,
+        "cwd": "/",
+        "env": clean_env(),
+        "start_new_session": True,
+    }
+
+
 def ask(argv: Sequence[str], seconds: float, most: int) -> tuple[int, str]:
     """Run a program that only says something; its exit code and the first ``most`` bytes of what it printed.
 
     :raises OSError: it cannot be started. :raises subprocess.TimeoutExpired: it took longer, and was killed.
     """
     with kept_output() as output:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd="/",
-            env=clean_env(),
-            start_new_session=True,
-        )
+        process = subprocess.Popen(argv, **alone(output))
         try:
             return process.wait(seconds), printed(output, most)
         except BaseException:

@@ -26,6 +26,7 @@ from typing import Final
 from hibernode.apart import uncut
 from hibernode.criu.find import (
     KILL_SECONDS,
+    alone,
     ask,
     clean_env,
     end_group,
@@ -355,15 +356,7 @@ async def _run(argv: Sequence[str], deadline: float) -> tuple[int | None, str]:
     """Run the tool; its exit code (None: it was killed at the deadline) and what it printed."""
     with kept_output() as output:
         try:
-            child = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd="/",
-                env=clean_env(),
-                start_new_session=True,
-            )
+            child = await asyncio.create_subprocess_exec(*argv, **alone(output))
         except OSError as error:
             return -1, f"{argv[0]} cannot be started: {error.strerror}"
         code: int | None = None
